@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from omnibal.advise.estimate import Scenario
-from omnibal.advise.layouts import EQUAL, KINDS, Candidate, LayoutAnswer, weigh_layouts
+from omnibal.advise.layouts import EQUAL, KINDS, LayoutAnswer, WeighedLayout, weigh_layouts
 from omnibal.advise.models import Model
 from omnibal.cluster import Cluster
 from omnibal.data.synthetic import tiled_lengths
@@ -66,7 +66,7 @@ def test_what_runs_today_is_told_from_what_can_only_be_weighed(small):
 
 
 def candidate(kind, rate):
-    return Candidate(
+    return WeighedLayout(
         kind=kind, layout=kind, samples_per_second=rate, peak_bytes=1, micro_batches=1, shares={"useful": 1.0}
     )
 

@@ -1,0 +1,282 @@
+"""Which layouts of a kind are worth a simulation: a formula ranks all of them in microseconds each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
+from typing import Final, Literal, NamedTuple
+
+from omnibal.advise.estimate import Scenario
+from omnibal.cluster import Cluster, Encoder, Layout
+from omnibal.cost import CostModel, Load
+from omnibal.errors import ConfigError, InfeasibleError
+from omnibal.memory.footprint import TrainingState
+from omnibal.planner.allocation import ModuleCost, allocate
+from omnibal.planner.packings import PlanRequest
+from omnibal.planner.placements import encoder_layers, split_profile
+from omnibal.profile.records import Level, ModelProfile
+
+PipelineKind = Literal["pipeline", "tensor", "spread", "units"]
+DEGREES: Final = (1, 2, 4, 8)
+"""Tensor ranks that are tried, as far as a node has so many devices."""
+MOST_STAGES: Final = 32
+"""Stages that are tried: deeper pipelines are hardly ever run, and take longest to simulate."""
+LARGEST_PACK: Final = 8
+"""Samples of the largest packs for which devices are allocated to units."""
+MOST_ALLOCATED: Final = 12
+"""Allocations of devices to units of each size of packs."""
+LEVELS_TRIED: Final[tuple[Level, ...]] = ("none", "full")
+
+
+class RankedLayout(NamedTuple):
+    """A layout as the formula ranks it."""
+
+    seconds: float  # of a step
+    layout: Layout
+    micro_batches: int
+    level: Level = "none"  # of a spread encoder
+
+
+@dataclass(frozen=True)
+class PartCounts:
+    """What a part of the model costs per sample, on each of the devices that share its layers."""
+
+    seconds: float  # forward and backward
+    largest_layer: float  # the slowest layer's
+    recompute: float  # all that full recomputation adds
+    kept: float  # bytes that autograd keeps without recomputation
+    kept_recomputed: float
+    state: float  # bytes of weights and gradients, whatever the replicas
+    shared: float  # bytes of optimizer state, divided by the replicas
+    num_layers: int
+
+    @classmethod
+    def of(cls, profile: ModelProfile, sample: Load, precision_of: Callable[[int], Layout]) -> PartCounts:
+        layers = profile.layers[profile.frozen_front :]
+        evaluated: dict[CostModel, float] = {}
+
+        def value(cost: CostModel) -> float:
+            if cost not in evaluated:
+                evaluated[cost] = float(cost(sample))
+            return evaluated[cost]
+
+        passes = [
+            value(layer.forward_seconds) + (value(layer.backward_seconds) + value(layer.weight_seconds)) * trained
+            for trained, part in ((False, profile.layers[: profile.frozen_front]), (True, layers))
+            for layer in part
+        ]
+        # TrainingState adds up what replicas share and what they do not: two numbers of replicas tell them apart.
+        one, two = (float(TrainingState(profile, precision_of(count)).whole[0, -1]) for count in (1, 2))
+        return cls(
+            seconds=sum(passes),
+            largest_layer=max(passes),
+            recompute=sum(value(layer.recompute_seconds["full"]) for layer in layers),
+            kept=sum(value(layer.saved_bytes["none"]) for layer in layers),
+            kept_recomputed=sum(value(layer.saved_bytes["full"]) for layer in layers),
+            state=2 * two - one,
+            shared=2 * (one - two),
+            num_layers=len(profile.layers),
+        )
+
+    def stage_state(self, num_stages: int, num_replicas: int) -> float:
+        """Bytes of weights, gradients and optimizer state on a device of one of so many stages."""
+        return (self.state + self.shared / num_replicas) / num_stages
+
+    def __add__(self, other: PartCounts) -> PartCounts:
+        sums = {name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__}
+        return PartCounts(**sums | {"largest_layer": max(self.largest_layer, other.largest_layer)})
+
+    def stage_seconds(self, num_stages: int, in_flight: float, samples: float, room: float) -> float:
+        """Seconds of a mean stage for a micro-batch of so many samples, recomputing as little as the room allows."""
+        everything, least = (in_flight * samples * kept / num_stages for kept in (self.kept, self.kept_recomputed))
+        if least > room:
+            raise InfeasibleError("all layers recomputed must fit", missing_bytes=round(least - room))
+        recomputed = 0.0 if everything <= room else (everything - room) / (everything - least)
+        # Stages are whole layers: the slowest one has about half a layer more than the mean, if there are several.
+        uneven = self.largest_layer / 2 if num_stages > 1 else 0.0
+        return samples * max((self.seconds + recomputed * self.recompute) / num_stages + uneven, self.largest_layer)
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutRanking:
+    """All layouts of a cluster for one model and data, ranked by a formula.
+
+    ``profiles`` are the costs where so many devices share each layer of the encoder, and of the LLM.
+    """
+
+    scenario: Scenario
+    profiles: Callable[[int, int], ModelProfile]
+    _counts: dict[tuple[int, int], tuple[PartCounts, PartCounts]] = field(default_factory=dict)
+    _profiles: dict[tuple[int, int], ModelProfile] = field(default_factory=dict)
+
+    def rank(self, kind: PipelineKind, missing: list[int]) -> list[RankedLayout]:
+        """Layouts of a kind, fastest first; what a device lacks for those that do not fit goes to ``missing``."""
+        ranked = list(self._units(missing)) if kind == "units" else []
+        for layout, level in self._layouts_of(kind):
+            for micro_batches in self.micro_batches(layout):
+                try:
+                    seconds = self._formula(layout, micro_batches, level)
+                except InfeasibleError as lacking:
+                    missing.append(lacking.missing_bytes)
+                else:
+                    ranked.append(RankedLayout(seconds, layout, micro_batches, level))
+        return sorted(ranked, key=lambda found: found.seconds)
+
+    def _layouts_of(self, kind: PipelineKind) -> Iterator[tuple[Layout, Level]]:
+        """Layouts on all devices of a kind but units, and what a spread encoder recomputes."""
+        degrees = [degree for degree in DEGREES if degree <= self._cluster.devices_per_node]
+        if kind in ("pipeline", "tensor"):
+            for degree in [1] if kind == "pipeline" else degrees[1:]:
+                if self._counted(degree, degree):
+                    yield from ((layout, "none") for layout in self._pipelines(degree, self._num_layers))
+            return
+        for language, encoder in product(degrees, degrees) if kind == "spread" else ():
+            if encoder <= language and self._counted(encoder, language) and self._cluster.num_devices % encoder == 0:
+                copies = self._cluster.num_devices // encoder
+                for layout in self._pipelines(language, self._num_layers - self.border):
+                    spread = replace(layout, encoder=Encoder(0, copies, encoder, "spread"))
+                    yield from ((spread, level) for level in LEVELS_TRIED)
+
+    def _pipelines(self, degree: int, most_stages: int) -> Iterator[Layout]:
+        """All numbers of stages that divide the devices."""
+        ranks, left = divmod(self._cluster.num_devices, degree)
+        for stages in range(1, min(ranks, most_stages, MOST_STAGES) + 1):
+            if left == 0 and ranks % stages == 0:
+                yield self._layout(stages, ranks // stages, degree)
+
+    def _formula(self, layout: Layout, micro_batches: int, level: Level) -> float:
+        """About how long a step takes: ``(micro_batches + stages - 1) · slowest``, and what a spread encoder adds.
+
+        Raises:
+            InfeasibleError: A mean stage with all layers recomputed does not fit.
+        """
+        own, stages, replicas = layout.encoder, layout.num_stages, layout.num_replicas
+        counts = self._counted(layout.num_tensor if own is None else own.num_tensor, layout.num_tensor)
+        assert counts is not None, "layouts are made of degrees that were counted"
+        vision, language = counts
+        samples = self.scenario.samples_per_step / (replicas * micro_batches)
+
+        def pace(part: PartCounts, depth: int, copies: int, in_flight: float, beside: float = 0.0) -> float:
+            room = self._room - beside - part.stage_state(depth, copies)
+            return part.stage_seconds(depth, in_flight, samples, room)
+
+        if own is None:
+            seconds = pace(vision + language, stages, replicas, _in_flight(stages, micro_batches))
+            return seconds * (micro_batches + stages - 1)
+        share = self.scenario.samples_per_step / own.num_replicas
+        kept, again = (vision.kept, 0.0) if level == "none" else (vision.kept_recomputed, vision.recompute)
+        beside = vision.stage_state(1, own.num_replicas) + share * kept
+        seconds = pace(language, stages, replicas, _in_flight(stages, micro_batches), beside)
+        return share * (vision.seconds + again) + seconds * (micro_batches + stages - 1)
+
+    def _units(self, missing: list[int]) -> Iterator[RankedLayout]:
+        """DistTrain's allocations for packs of several sizes, each part with and without recomputation."""
+        degrees = [degree for degree in DEGREES if degree <= self._cluster.devices_per_node]
+        counted = {degree: counts for degree in degrees if (counts := self._counted(degree, degree))}
+        room = self._room + self._cluster.overhead_bytes
+        for samples, *levels in product(_doubling(LARGEST_PACK), LEVELS_TRIED, LEVELS_TRIED):
+            num_packs = self.scenario.samples_per_step // samples
+            modules = [
+                _module_cost(name, {degree: counts[part] for degree, counts in counted.items()}, samples, level)
+                for part, (name, level) in enumerate(zip(("vision", "language"), levels, strict=True))
+            ]
+            try:
+                found = allocate(
+                    modules, self._cluster.num_devices, global_batch=max(num_packs, 1), device_memory_bytes=room,
+                    degrees=counted, most=MOST_ALLOCATED,
+                )  # fmt: skip
+            except InfeasibleError as lacking:
+                missing.append(lacking.missing_bytes)
+                continue
+            for allocation in found:
+                encoder, language = allocation.units["vision"], allocation.units["language"]
+                fewer, more = sorted((encoder.num_replicas, language.num_replicas))
+                if more % fewer == 0:
+                    own = Encoder(encoder.num_stages, encoder.num_replicas, encoder.num_tensor)
+                    stages = own.num_stages + language.num_stages
+                    layout = self._layout(stages, language.num_replicas, language.num_tensor, own)
+                    yield RankedLayout(allocation.iteration_seconds, layout, allocation.micro_batches)
+
+    @property
+    def _cluster(self) -> Cluster:
+        return self.scenario.cluster
+
+    @cached_property
+    def request(self) -> PlanRequest:
+        return PlanRequest(cluster=self._cluster, global_batch=self.scenario.samples_per_step, schedule="auto")
+
+    @cached_property
+    def _room(self) -> float:
+        """Bytes of a device without its head room and what it holds beside the model."""
+        return min(self.request.budgets(Layout(self._cluster.num_devices))) - self._cluster.overhead_bytes
+
+    @cached_property
+    def _num_layers(self) -> int:
+        return len(self.scenario.profile.layers)
+
+    @cached_property
+    def border(self) -> int:
+        return encoder_layers(self.scenario.profile)
+
+    @cached_property
+    def mean_sample(self) -> Load:
+        samples = self.scenario.draws[0]
+        return (samples if self.scenario.spares_rows else samples.all_rows).load.mean()
+
+    def profile(self, encoder: int, language: int) -> ModelProfile:
+        if (encoder, language) not in self._profiles:
+            alone = (encoder, language) == (1, 1)
+            self._profiles[encoder, language] = self.scenario.profile if alone else self.profiles(encoder, language)
+        return self._profiles[encoder, language]
+
+    def _counted(self, encoder: int, language: int) -> tuple[PartCounts, PartCounts] | None:
+        """Counts of encoder and LLM; None where so many devices cannot share their layers."""
+        if (encoder, language) not in self._counts:
+            try:
+                parts = split_profile(self.profile(encoder, language))
+            except ConfigError:
+                return None
+            counts = [PartCounts.of(part, self.mean_sample, lambda count: self._layout(1, count, 1)) for part in parts]
+            self._counts[encoder, language] = (counts[0], counts[1])
+        return self._counts[encoder, language]
+
+    def _layout(self, stages: int, replicas: int, degree: int, encoder: Encoder | None = None) -> Layout:
+        precision = self.scenario.profile.dtype
+        return Layout(stages, replicas, num_tensor=degree, encoder=encoder, precision=precision)  # type: ignore[arg-type]
+
+    def micro_batches(self, layout: Layout) -> list[int]:
+        """Numbers of micro-batches of a replica in about equal ratios, up to one for each sample."""
+        return _doubling(self.scenario.samples_per_step // layout.num_replicas)
+
+
+def _doubling(most: int) -> list[int]:
+    """1, 2, 4, … up to ``most``, and ``most`` itself.
+
+    >>> _doubling(6)
+    [1, 2, 4, 6]
+    """
+    powers = [2**power for power in range(max(most, 1).bit_length()) if 2**power < most]
+    return [*powers, most] if most > 0 else []
+
+
+def _in_flight(num_stages: int, micro_batches: int) -> float:
+    """Micro-batches in flight on a mean stage under 1F1B."""
+    return sum(min(num_stages - stage, micro_batches) for stage in range(num_stages)) / num_stages
+
+
+def _module_cost(name: str, counts: Mapping[int, PartCounts], samples: int, level: Level) -> ModuleCost:
+    """A part of the model with packs of so many samples in place of samples; ``counts`` are by tensor degree."""
+    whole, trained = counts[1], counts[1].kept > 0
+    ratio = 2.0 if trained else 0.0  # only the sum of forward and backward pass counts here
+    again = level == "full"
+    return ModuleCost(
+        name,
+        {degree: samples * (part.seconds + again * part.recompute) / (1 + ratio) for degree, part in counts.items()},
+        backward_ratio=ratio,
+        parameter_bytes=whole.state,
+        optimizer_bytes=whole.shared,
+        activation_bytes=samples * (whole.kept_recomputed if again else whole.kept),
+        num_layers=whole.num_layers,
+    )
