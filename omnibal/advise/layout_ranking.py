@@ -109,6 +109,8 @@ class LayoutRanking:
     scenario: Scenario
     profiles: Callable[[int, int], ModelProfile]
     _counts: dict[tuple[int, int], tuple[PartCounts, PartCounts]] = field(default_factory=dict)
+    refused: dict[tuple[int, int], str] = field(default_factory=dict)
+    """Why tensor degrees of encoder and LLM cannot be, as far as they were tried."""
     _profiles: dict[tuple[int, int], ModelProfile] = field(default_factory=dict)
 
     def rank(self, kind: PipelineKind, missing: list[int]) -> list[RankedLayout]:
@@ -233,10 +235,13 @@ class LayoutRanking:
 
     def _counted(self, encoder: int, language: int) -> tuple[PartCounts, PartCounts] | None:
         """Counts of encoder and LLM; None where so many devices cannot share their layers."""
+        if (encoder, language) in self.refused:
+            return None
         if (encoder, language) not in self._counts:
             try:
                 parts = split_profile(self.profile(encoder, language))
-            except ConfigError:
+            except ConfigError as refusal:
+                self.refused[encoder, language] = str(refusal)
                 return None
             counts = [PartCounts.of(part, self.mean_sample, lambda count: self._layout(1, count, 1)) for part in parts]
             self._counts[encoder, language] = (counts[0], counts[1])

@@ -88,6 +88,8 @@ class LayoutAnswer:
     """Fastest first, one of each kind."""
     missing_bytes: Mapping[Kind, int]
     """What a device lacks at least, of kinds that do not fit; 0 where it is not memory that lacks."""
+    refused: tuple[str, ...] = ()
+    """Why some numbers of tensor ranks could not be weighed, such as one that does not divide the heads."""
 
     @property
     def winner(self) -> WeighedLayout:
@@ -129,7 +131,8 @@ def weigh_layouts(
         ConfigError: The samples of a step are fewer than the devices of the cluster can share.
         InfeasibleError: No layout of any kind fits.
     """
-    weighing = _Weighing(scenario, LayoutRanking(scenario, profiles), report)
+    ranking = LayoutRanking(scenario, profiles)
+    weighing = _Weighing(scenario, ranking, report)
     found: list[WeighedLayout] = []
     missing: dict[Kind, int] = {}
     for kind in kinds:
@@ -145,7 +148,8 @@ def weigh_layouts(
             f"a layout must fit {scenario.cluster}, got none; the nearest lacks {bytes_in_words(least)} a device",
             missing_bytes=least,
         )
-    return LayoutAnswer(tuple(sorted(found, key=lambda each: -each.samples_per_second)), missing)
+    by_speed = sorted(found, key=lambda each: -each.samples_per_second)
+    return LayoutAnswer(tuple(by_speed), missing, tuple(dict.fromkeys(ranking.refused.values())))
 
 
 @dataclass(frozen=True, eq=False)

@@ -82,6 +82,14 @@ def test_of_equally_fast_layouts_the_simplest_wins():
 def test_costs_of_one_device_leave_tensor_ranks_out():
     found = weigh_layouts(scenario(), refuse, kinds=("zero", "tensor"))
     assert [each.kind for each in found.candidates] == ["zero"] and found.missing_bytes == {"tensor": 0}
+    assert found.refused == ("measured on one device",)
+
+
+def test_degrees_that_do_not_divide_a_width_are_named():
+    asked = scenario("Qwen2.5-VL-7B")
+    found = weigh_layouts(asked, counted("Qwen2.5-VL-7B", asked), kinds=("tensor",))
+    assert found.candidates[0].step.layout.num_tensor in (2, 4)
+    assert any("must divide the intermediate 3420 of vision_block.0, got 8" in reason for reason in found.refused)
 
 
 def test_what_fits_nowhere_says_what_is_missing():
