@@ -206,4 +206,4 @@ def _pipeline(task: EmulationTask, logs: Sequence[StepLog], start: float) -> Sim
         assert [entry.operation for entry in log.entries] == table.operations[stage, :length].tolist()
         starts[stage, :length] = [(entry.start - start) / task.scale for entry in log.entries]
         ends[stage, :length] = [(entry.end - start) / task.scale for entry in log.entries]
-    return Simulation(task.schedule, table, starts, ends)
+    return Simulation(table, starts, ends, task.schedule)

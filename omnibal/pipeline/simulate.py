@@ -39,24 +39,23 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Simulation:
-    """When each stage ran what.
+class TableRun:
+    """When each row of a table ran what; a row is a stage of one replica."""
 
-    Args:
-        schedule: The schedule that was run.
-        table: The instructions that were run, transfers among them in mode ``"rendezvous"``.
-        starts: Seconds from the start of the step to the start of each instruction, of the shape of the table.
-        ends: Seconds from the start of the step to the end of each instruction, of the shape of the table.
-    """
-
-    schedule: Schedule
     table: Table
+    """The instructions that were run, transfers among them in mode ``"rendezvous"``."""
     starts: FloatArray
+    """Seconds from the start of the step to the start of each instruction, of the shape of the table."""
     ends: FloatArray
+    """Seconds from the start of the step to the end of each instruction, of the shape of the table."""
+
+    @property
+    def row_names(self) -> list[str]:
+        return [f"stage {stage}" for stage in range(len(self.ends))]
 
     @property
     def finish_seconds(self) -> FloatArray:
-        """When each stage has done its last instruction; shape (stages,)."""
+        """When each row has done its last instruction; shape (rows,)."""
         finish: FloatArray = self.ends[np.arange(len(self.ends)), self.table.lengths - 1]
         return finish
 
@@ -67,31 +66,39 @@ class Simulation:
 
     @property
     def busy_seconds(self) -> FloatArray:
-        """How long each stage computes; shape (stages,)."""
+        """How long each row computes; shape (rows,)."""
         computes = self.table.operations < Operation.SEND_ACTIVATION
         busy: FloatArray = np.where(computes, self.ends - self.starts, 0).sum(axis=1)
         return busy
 
     @property
     def idle_seconds(self) -> FloatArray:
-        """How long each stage does not compute until the last one is done; transfers are idle time; shape (stages,)."""
+        """How long each row does not compute until the last one is done; transfers are idle time; shape (rows,)."""
         return self.makespan_seconds - self.busy_seconds
 
     @property
     def bubble_ratio(self) -> float:
-        """Share of all stages' time that is idle."""
+        """Share of all rows' time that is idle."""
         makespan = self.makespan_seconds
         return float(self.idle_seconds.mean() / makespan) if makespan else 0.0
 
     @property
     def events(self) -> list[Event]:
-        """Every instruction, stage by stage in the order in which it ran."""
+        """Every instruction, row by row in the order in which it ran."""
         return [
             Event(stage, Operation(int(self.table.operations[stage, i])), int(self.table.micro_batches[stage, i]),
                   float(self.starts[stage, i]), float(self.ends[stage, i]))
             for stage, length in enumerate(self.table.lengths)
             for i in range(length)
         ]  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation(TableRun):
+    """When each stage of a pipeline ran what."""
+
+    schedule: Schedule
+    """The schedule that was run."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,7 +266,7 @@ def run(
     if not has_ended:
         remedy = '; try mode="overlap"' if mode == "rendezvous" else ""
         raise ConfigError(f"a schedule must come to an end, got one that deadlocks in mode {mode!r}{remedy}")
-    return Simulation(schedule, table, starts, ends)
+    return Simulation(table, starts, ends, schedule)
 
 
 def _seconds(name: str, values: ArrayLike, shape: tuple[int, int]) -> FloatArray:

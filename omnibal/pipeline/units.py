@@ -25,7 +25,7 @@ from omnibal.cost import FloatArray, IntArray, Load
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition, frozen_stages
 from omnibal.pipeline.schedule import SCHEDULES, Instruction, Schedule, ScheduleName, Table, as_table, stage_order
-from omnibal.pipeline.simulate import Wiring, run_overlapped
+from omnibal.pipeline.simulate import TableRun, Wiring, run_overlapped
 from omnibal.pipeline.times import (
     StepTimes,
     check_partition,
@@ -39,25 +39,27 @@ from omnibal.profile.records import ModelProfile
 
 
 @dataclass(frozen=True, eq=False)
-class UnitSimulation:
-    """One optimizer step of all units; a row is a stage of one replica, those of the encoder first."""
+class UnitSimulation(TableRun):
+    """One optimizer step of all units; the rows are the stages of all replicas, those of the encoder first."""
 
-    table: Table
-    starts: FloatArray
-    """Seconds from the start of the step to the start of each instruction, of the shape of the table."""
-    ends: FloatArray
+    layout: Layout
     step_seconds: float
     """Until all gradients are added up and the optimizers are done."""
 
     @property
-    def busy_seconds(self) -> FloatArray:
-        """How long each row computes; shape (rows,)."""
-        busy: FloatArray = (self.ends - self.starts).sum(axis=1)
-        return busy
-
-    @property
-    def makespan_seconds(self) -> float:
-        return float(self.ends.max())
+    def row_names(self) -> list[str]:
+        encoder = self.layout.encoder
+        assert encoder is not None, "units have an encoder of their own"
+        parts = (
+            ("encoder", encoder.num_replicas, encoder.num_stages),
+            ("LLM", self.layout.num_replicas, self.layout.num_stages - encoder.num_stages),
+        )
+        return [
+            f"{name} {replica}" + (f", stage {stage}" if stages > 1 else "")
+            for name, replicas, stages in parts
+            for replica in range(replicas)
+            for stage in range(stages)
+        ]
 
 
 def check_units(layout: Layout) -> None:
@@ -169,7 +171,7 @@ def simulate_units(
             row += part.num_stages
     reduced = max(float(reduced_at(part.times, part.boundaries, ready).max()) for part in parts)
     optimizer = max(float(np.diff(part.times.optimizer[part.boundaries]).max()) for part in parts)
-    return UnitSimulation(table, starts, ends, max(float(ends.max()), reduced) + optimizer)
+    return UnitSimulation(table, starts, ends, layout, max(float(ends.max()), reduced) + optimizer)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from rich.table import Table
 from omnibal.cost import Load
 from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.schedule import Operation
-from omnibal.pipeline.simulate import Event, Simulation, StepSimulation
+from omnibal.pipeline.simulate import Event, Simulation, StepSimulation, TableRun
 from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
 from omnibal.report.style import (
@@ -227,11 +227,11 @@ def visible_terms(variants: Iterable[Sequence[StageMemory]], budget_bytes: Seque
     return [term for term in TERMS if max(sizes[term] for sizes in held) >= VISIBLE_HEIGHT * height]
 
 
-def plot_timeline(simulations: Mapping[str, Simulation], path: Path) -> None:
+def plot_timeline(simulations: Mapping[str, TableRun], path: Path) -> None:
     """Draw a panel per pipeline on a common time axis: a row per stage, a bar per instruction, its idle time beside."""
     end = max(simulation.makespan_seconds for simulation in simulations.values())
     unit, name = (1.0, "seconds") if end >= 10 else (1e3, "milliseconds")
-    rows = [simulation.schedule.num_stages for simulation in simulations.values()]
+    rows = [len(simulation.ends) for simulation in simulations.values()]
     with drawing(path, 11.0, 0.9 + sum(0.34 * count + 0.45 for count in rows)) as figure:
         axes = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
         for panel, (title, simulation) in zip(axes, simulations.items(), strict=True):
@@ -242,8 +242,8 @@ def plot_timeline(simulations: Mapping[str, Simulation], path: Path) -> None:
         figure.legend(handles=_legend(simulations), loc="outside lower center", ncols=4)
 
 
-def _draw(axes: Axes, simulation: Simulation, unit: float, end: float) -> None:
-    stages = range(simulation.schedule.num_stages)
+def _draw(axes: Axes, simulation: TableRun, unit: float, end: float) -> None:
+    stages = range(len(simulation.ends))
     # Events sort by stage and then by operation: each group is one colour in one row.
     rows = groupby(sorted(simulation.events), key=lambda event: (event.stage, event.operation))
     for (stage, operation), events in rows:
@@ -259,7 +259,7 @@ def _draw(axes: Axes, simulation: Simulation, unit: float, end: float) -> None:
     axes.axvline(unit * simulation.makespan_seconds, color=GREY, linewidth=0.8, linestyle=":")
     # stage 0 on top
     axes.set(ylim=(len(stages) - 0.5, -0.5), xlim=(0, end), yticks=[*stages])
-    axes.set_yticklabels([f"stage {stage}" for stage in stages])
+    axes.set_yticklabels(simulation.row_names)
     axes.grid(False, axis="y")
     axes.tick_params(axis="y", length=0)
 
@@ -278,7 +278,7 @@ def _draw_bars(axes: Axes, stage: int, operation: Operation, events: Sequence[Ev
             axes.text(start + width / 2, stage, number, ha="center", va="center", fontsize=7, color="white")
 
 
-def _legend(simulations: Mapping[str, Simulation]) -> list[Patch]:
+def _legend(simulations: Mapping[str, TableRun]) -> list[Patch]:
     """An entry for every operation that can be seen."""
     from matplotlib.patches import Patch
 

@@ -64,6 +64,13 @@ def test_two_encoders_take_turns_for_one_llm():
     assert found.step_seconds < 0.65 * one.step_seconds
 
 
+def test_rows_have_names_and_events_as_those_of_a_pipeline():
+    found = simulate_units(fixed_profile([1, 1, 1]), Partition((0, 1, 2, 3)), packs(2, 2), units(3, 2, 1), FREE)
+    assert found.row_names == ["encoder 0", "LLM 0, stage 0", "LLM 0, stage 1", "LLM 1, stage 0", "LLM 1, stage 1"]
+    assert found.events[0] == (0, Operation.F, 0, 0.0, 1.0) and len(found.events) == 2 * (4 + 2 * 2 + 2 * 2)
+    assert found.bubble_ratio == pytest.approx(1 - found.busy_seconds.mean() / found.makespan_seconds)
+
+
 def test_a_frozen_encoder_runs_forward_only():
     profile = fixed_profile([1, 1, 1])
     frozen = replace(profile, layers=(replace(profile.layers[0], trainable=False), *profile.layers[1:]))
