@@ -1,0 +1,122 @@
+"""DeepSpeed's grid of ranks where encoder and LLM have replicas of their own, so that stages are no rectangle.
+
+Micro-batch ``n`` of a step passes replica ``n mod replicas`` of every stage. As one number of replicas divides the
+other, the ranks that pass micro-batches to each other are those whose replica is the same modulo the smaller number: a
+*column*. Where all stages have as many replicas, a column is what DeepSpeed calls a pipe group.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from deepspeed.runtime.pipe import module as pipe_module
+from deepspeed.runtime.pipe import p2p
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
+
+from omnibal.cluster import Layout
+
+Pair = tuple[int, int]
+"""A rank, and one of the next stage."""
+
+
+def pairs_below(layout: Layout, stage: int) -> list[list[Pair]]:
+    """The pairs that micro-batches cross behind a stage, in rounds without a rank in two pairs.
+
+    A rank of the side with fewer replicas passes its micro-batch ``m`` in round ``m mod rounds``; a rank of the other
+    side is in one round only.
+
+    Example:
+        >>> from omnibal.cluster import Encoder
+        >>> pairs_below(Layout(num_stages=2, num_replicas=2, encoder=Encoder(num_stages=1, num_replicas=1)), 0)
+        [[(0, 1)], [(0, 2)]]
+    """
+    upper, lower = (layout.shape(each)[0] for each in (stage, stage + 1))
+    fewer, more = sorted((upper, lower))
+    return [
+        [(layout.rank(stage, n % upper), layout.rank(stage + 1, n % lower)) for n in range(first, first + fewer)]
+        for first in range(0, more, fewer)
+    ]
+
+
+class UnequalTopology(ProcessTopology):
+    """The ranks of a layout as (stage, replica); of a rectangle DeepSpeed's ``PipeDataParallelTopology``.
+
+    Along ``data`` lie the replicas of each stage, along ``pipe`` the ranks of each column.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.replicas = [layout.shape(stage)[0] for stage in range(layout.num_stages)]
+        self.num_columns = math.gcd(*self.replicas)
+        super().__init__(axes=["pipe", "data"], dims=[layout.num_stages, self.num_columns])
+        places = [layout.place(rank) for rank in range(layout.num_devices)]
+        self.mapping = {self.ProcessCoord(place.stage, place.replica): rank for rank, place in enumerate(places)}
+
+    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        """The ranks of a stage, or of a column: PipelineParallelGrid makes its model groups of the latter."""
+        index = self.axes.index(axis)
+        sizes = (len(self.replicas), self.num_columns)
+        return [rank for place, rank in self.mapping.items() if place[index] % sizes[index] == idx]
+
+    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+        """The groups of ranks along an axis, of which PipelineParallelGrid makes process groups."""
+        others = {"data": "pipe", "pipe": "data"}
+        if axis not in others:
+            return []
+        return [self.get_axis_list(others[axis], idx) for idx in range(self.get_dim(others[axis]))]
+
+
+class UnequalGrid(PipelineParallelGrid):
+    """The process groups of an `UnequalTopology`; of a rectangle those of DeepSpeed's grid."""
+
+    def __init__(self, topology: UnequalTopology, process_group: Any = None) -> None:
+        super().__init__(topology, process_group)
+        # PipelineParallelGrid asks the topology, which knows the columns but no rank.
+        self.data_parallel_size = len(self.dp_group)
+
+    def _is_grid_valid(self) -> bool:
+        return bool(self._topo.world_size() == self.world_size)
+
+    def _build_p2p_groups(self) -> list[list[int]]:
+        # DeepSpeed reads these under a torch without send and receive only.
+        replicas, pairs = self._topo.replicas, []
+        for stage, replica in self._topo.mapping:
+            behind = (stage + 1) % len(replicas)
+            pairs.append([self._topo.get_rank(pipe=place, data=replica % replicas[place]) for place in (stage, behind)])
+        return pairs
+
+    def stage_to_global(self, stage_id: int, **coordinates: int) -> int:
+        """A rank of a stage and this rank's column, the first one if it has several."""
+        replica = coordinates.get("data", self.data_parallel_id)
+        return int(self._topo.get_rank(pipe=stage_id, data=replica % self._topo.replicas[stage_id]))
+
+
+@contextmanager
+def unequal_grids() -> Iterator[None]:
+    """Let a PipelineModule that is built inside make an `UnequalGrid`."""
+    # PipelineModule.__init__ has no argument for a grid: it calls the class by its module's name.
+    with _replaced(pipe_module, PipelineParallelGrid=UnequalGrid):
+        yield
+
+
+@contextmanager
+def no_handshake() -> Iterator[None]:
+    """Let a PipelineEngine that is built inside send nothing."""
+    # PipelineEngine.__init__ lets neighbouring stages send each other a number by p2p: stage_to_global would let
+    # several replicas send to one that receives once.
+    with _replaced(p2p, send=_nothing, recv=_nothing):
+        yield
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+@contextmanager
+def _replaced(module: Any, **values: Any) -> Iterator[None]:
+    originals = {name: getattr(module, name) for name in values}
+    vars(module).update(values)
+    try:
+        yield
+    finally:
+        vars(module).update(originals)
