@@ -46,8 +46,7 @@ With fewer, whole multiples would sort the steps; with more, one unit is too lit
 LEAST_SAMPLES: Final = 1.25
 """Samples in a mean pack from which on a step's vision units may be made to divide by its ranks.
 
-Of fewer samples, too few sums do: steps would be of one kind each (χ² 1.28 in place of 1.15 at 1.0, of lengths like
-docvqa's at 5/4096).
+Of fewer samples, too few sums do: steps would be of one kind each.
 """
 
 
