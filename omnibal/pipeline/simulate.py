@@ -177,18 +177,10 @@ def simulate(
         >>> result.makespan_seconds, result.idle_seconds, round(result.bubble_ratio, 3)
         (15.0, array([3., 3.]), 0.2)
     """
-    if mode not in get_args(Mode):
-        raise ConfigError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
-    shape = (schedule.micro_batches, schedule.num_stages)
-    forward = _seconds("forward_seconds", forward_seconds, shape)
-    backward = _seconds("backward_seconds", backward_seconds, shape)
-    if weight_seconds is None and any(schedule.pending_weights):
-        raise ConfigError("weight_seconds must be given for a schedule with B and W, got none")
-    weight = np.zeros(shape) if weight_seconds is None else _seconds("weight_seconds", weight_seconds, shape)
-    cuts = (shape[0], shape[1] - 1)
-    transfer = np.zeros(cuts) if transfer_seconds is None else _seconds("transfer_seconds", transfer_seconds, cuts)
-    by_operation = np.stack([forward, backward + weight, backward, weight])  # F, BW, B, W: the order of Operation
-    return run(schedule, by_operation, transfer, mode)
+    durations, transfers = checked_seconds(
+        schedule, forward_seconds, backward_seconds, weight_seconds, transfer_seconds, mode
+    )
+    return run(schedule, durations, transfers, mode)
 
 
 def simulate_step(
@@ -267,6 +259,29 @@ def run(
         remedy = '; try mode="overlap"' if mode == "rendezvous" else ""
         raise ConfigError(f"a schedule must come to an end, got one that deadlocks in mode {mode!r}{remedy}")
     return Simulation(table, starts, ends, schedule)
+
+
+def checked_seconds(
+    schedule: Schedule,
+    forward_seconds: ArrayLike,
+    backward_seconds: ArrayLike,
+    weight_seconds: ArrayLike | None,
+    transfer_seconds: ArrayLike | None,
+    mode: Mode,
+) -> tuple[FloatArray, FloatArray]:
+    """Durations and transfers as :func:`run` takes them, from what :func:`simulate` takes."""
+    if mode not in get_args(Mode):
+        raise ConfigError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
+    shape = (schedule.micro_batches, schedule.num_stages)
+    forward = _seconds("forward_seconds", forward_seconds, shape)
+    backward = _seconds("backward_seconds", backward_seconds, shape)
+    if weight_seconds is None and any(schedule.pending_weights):
+        raise ConfigError("weight_seconds must be given for a schedule with B and W, got none")
+    weight = np.zeros(shape) if weight_seconds is None else _seconds("weight_seconds", weight_seconds, shape)
+    cuts = (shape[0], shape[1] - 1)
+    transfer = np.zeros(cuts) if transfer_seconds is None else _seconds("transfer_seconds", transfer_seconds, cuts)
+    # F, BW, B, W: the order of Operation
+    return np.stack([forward, backward + weight, backward, weight]), transfer
 
 
 def _seconds(name: str, values: ArrayLike, shape: tuple[int, int]) -> FloatArray:
