@@ -25,7 +25,7 @@ MOST_STAGES: Final = 32
 """Stages that are tried: deeper pipelines are hardly ever run, and take longest to simulate."""
 LARGEST_PACK: Final = 8
 """Samples of the largest packs for which devices are allocated to units."""
-MOST_ALLOCATED: Final = 12
+MOST_ALLOCATED: Final = 64
 """Allocations of devices to units of each size of packs."""
 LEVELS_TRIED: Final[tuple[Level, ...]] = ("none", "full")
 
@@ -115,19 +115,23 @@ class LayoutRanking:
 
     def rank(self, kind: PipelineKind, missing: list[int]) -> list[RankedLayout]:
         """Layouts of a kind, fastest first; what a device lacks for those that do not fit goes to ``missing``."""
-        ranked = list(self._units(missing)) if kind == "units" else []
-        for layout, level in self._layouts_of(kind):
-            for micro_batches in self.micro_batches(layout):
-                try:
-                    seconds = self._formula(layout, micro_batches, level)
-                except InfeasibleError as lacking:
-                    missing.append(lacking.missing_bytes)
-                else:
-                    ranked.append(RankedLayout(seconds, layout, micro_batches, level))
+        ranked = list[RankedLayout]()
+        made = self._units(missing) if kind == "units" else self._layouts_of(kind)
+        for layout, micro_batches, level in dict.fromkeys(made):
+            try:
+                seconds = self._formula(layout, micro_batches, level)
+            except InfeasibleError as lacking:
+                missing.append(lacking.missing_bytes)
+            else:
+                ranked.append(RankedLayout(seconds, layout, micro_batches, level))
         return sorted(ranked, key=lambda found: found.seconds)
 
-    def _layouts_of(self, kind: PipelineKind) -> Iterator[tuple[Layout, Level]]:
-        """Layouts on all devices of a kind but units, and what a spread encoder recomputes."""
+    def _layouts_of(self, kind: PipelineKind) -> Iterator[tuple[Layout, int, Level]]:
+        """Layouts on all devices of a kind but units, micro-batches, and what a spread encoder recomputes."""
+        for layout, level in self._whole_layouts(kind):
+            yield from ((layout, micro_batches, level) for micro_batches in self.micro_batches(layout))
+
+    def _whole_layouts(self, kind: PipelineKind) -> Iterator[tuple[Layout, Level]]:
         degrees = [degree for degree in DEGREES if degree <= self._cluster.devices_per_node]
         if kind in ("pipeline", "tensor"):
             for degree in [1] if kind == "pipeline" else degrees[1:]:
@@ -167,13 +171,21 @@ class LayoutRanking:
         if own is None:
             seconds = pace(vision + language, stages, replicas, _in_flight(stages, micro_batches))
             return seconds * (micro_batches + stages - 1)
+        if own.placement == "own":
+            # LLM replicas that an encoder works for; it has as many micro-batches in flight for each stage behind it.
+            served, behind = replicas / own.num_replicas, stages - own.num_stages
+            encoding = pace(vision, own.num_stages, own.num_replicas, behind * served + own.num_stages)
+            seconds = pace(language, behind, replicas, _in_flight(behind, micro_batches))
+            # The slower part sets the pace; a micro-batch first passes the encoder's stages, then the LLM's.
+            fill = seconds * (behind - 1) + encoding * own.num_stages
+            return max(encoding * served, seconds) * micro_batches + fill
         share = self.scenario.samples_per_step / own.num_replicas
         kept, again = (vision.kept, 0.0) if level == "none" else (vision.kept_recomputed, vision.recompute)
         beside = vision.stage_state(1, own.num_replicas) + share * kept
         seconds = pace(language, stages, replicas, _in_flight(stages, micro_batches), beside)
         return share * (vision.seconds + again) + seconds * (micro_batches + stages - 1)
 
-    def _units(self, missing: list[int]) -> Iterator[RankedLayout]:
+    def _units(self, missing: list[int]) -> Iterator[tuple[Layout, int, Level]]:
         """DistTrain's allocations for packs of several sizes, each part with and without recomputation."""
         degrees = [degree for degree in DEGREES if degree <= self._cluster.devices_per_node]
         counted = {degree: counts for degree in degrees if (counts := self._counted(degree, degree))}
@@ -199,7 +211,7 @@ class LayoutRanking:
                     own = Encoder(encoder.num_stages, encoder.num_replicas, encoder.num_tensor)
                     stages = own.num_stages + language.num_stages
                     layout = self._layout(stages, language.num_replicas, language.num_tensor, own)
-                    yield RankedLayout(allocation.iteration_seconds, layout, allocation.micro_batches)
+                    yield layout, allocation.micro_batches, "none"
 
     @property
     def _cluster(self) -> Cluster:
@@ -283,5 +295,5 @@ def _module_cost(name: str, counts: Mapping[int, PartCounts], samples: int, leve
         parameter_bytes=whole.state,
         optimizer_bytes=whole.shared,
         activation_bytes=samples * (whole.kept_recomputed if again else whole.kept),
-        num_layers=whole.num_layers,
+        num_layers=min(whole.num_layers, MOST_STAGES),
     )

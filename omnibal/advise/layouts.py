@@ -171,7 +171,9 @@ class _Weighing:
             done = alike.total() == MOST_PLACED
             if done or (found and ranked.seconds > min(step.step_seconds for step in found)):
                 break
-            language = (ranked.layout.num_stages, ranked.layout.num_replicas, ranked.layout.num_tensor)
+            layout = ranked.layout
+            own = 0 if layout.encoder is None else layout.encoder.num_stages
+            language = (layout.num_stages - own, layout.num_replicas, layout.num_tensor)
             if alike[language] < MOST_ALIKE:
                 alike[language] += 1
                 found += self._placed(ranked, missing)
