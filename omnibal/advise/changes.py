@@ -154,11 +154,11 @@ class Advice:
         return next((change.gain for change in self.adopted if change.gain and change.name == "pipeline"), Speedup())
 
 
-def advise(scenario: Scenario, today: Recipe, *, with_pipeline: bool = False) -> Advice:
+def advise(scenario: Scenario, today: Recipe, *, with_pipeline: bool = False, must_fit: bool = True) -> Advice:
     """Estimate the present recipe, which need only fit without a pipeline, and what changes would bring."""
     now = scenario.estimate(today)
     helps, plan = what_fits(now), None
-    if not with_pipeline:
+    if must_fit and not with_pipeline:
         refuse_impossible(now, helps)
     settings = _settings(now)
     packs = _packs(now, settings.current)

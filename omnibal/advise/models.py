@@ -130,13 +130,15 @@ def read_model(named: str) -> NamedModel:
     return NamedModel(Model.of(folder.resolve().name, config, preprocessor), folder)
 
 
-def adapted_profile(records: Sequence[LayerRecord], device: Device, *, rank: int) -> ModelProfile:
+def adapted_profile(
+    records: Sequence[LayerRecord], device: Device, *, rank: int, tensor_parallel: int | Mapping[str, int] = 1
+) -> ModelProfile:
     """Counted costs where LoRA's adapters on the decoder blocks' products are all that is trained.
 
     Operations of adapters are counted; that small products take longer than their operations say is not.
     Source: Hu et al., "LoRA", ICLR 2022, section 4.
     """
-    return analytic_profile([_adapted(record, rank) for record in records], device)
+    return analytic_profile([_adapted(record, rank) for record in records], device, tensor_parallel=tensor_parallel)
 
 
 def _adapted(record: LayerRecord, rank: int) -> LayerRecord:

@@ -1,10 +1,12 @@
 """What somebody asks: their data, model, machines and present way of training, and what balancing would bring them."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from omnibal.advise.batches import Batching
 from omnibal.advise.changes import Advice, advise
@@ -13,11 +15,15 @@ from omnibal.advise.measuring import MeasuredLengths, measure
 from omnibal.advise.models import Model, adapted_profile, read_model
 from omnibal.advise.paste import HOSTS
 from omnibal.advise.present import Present
+from omnibal.advise.tensor_costs import TensorCosts, check_weighable
 from omnibal.cluster import Cluster
 from omnibal.data.limits import MOST, PackLimits
 from omnibal.errors import ConfigError
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
+
+if TYPE_CHECKING:
+    from omnibal.advise.layouts import LayoutAnswer
 
 # Where nothing is said: the rank of adapters, samples of a micro-batch, micro-batches of a rank's step.
 LORA_RANK: Final = 16
@@ -61,7 +67,7 @@ class Question:
         images: Path | None = None,
         max_image: int | None = None,
         costs: ModelProfile | None = None,
-    ) -> "Question":
+    ) -> Question:
         """Read data and model; a thousand samples are drawn where data is not measured yet. No torch is loaded.
 
         Args:
@@ -85,16 +91,41 @@ class Question:
         text, folder = " ".join(map(str, paths)), str(named.folder or cls.model_path)
         return cls(measured, named.model, cluster, present, costs, text, folder)
 
-    def answer(self, *, with_pipeline: bool = False) -> Advice:
+    def answer(self, *, with_pipeline: bool = False, must_fit: bool = True) -> Advice:
         """Where the time goes, and what would bring how much.
 
         Args:
             with_pipeline: Whether a pipeline is planned too; today's recipe need not fit then.
+            must_fit: Whether today's recipe must fit where no pipeline is planned.
 
         Raises:
             InfeasibleError: Today's mean rank needs more memory than there is.
         """
-        return advise(self.scenario, self.recipe, with_pipeline=with_pipeline)
+        return advise(self.scenario, self.recipe, with_pipeline=with_pipeline, must_fit=must_fit)
+
+    def layouts(self, report: Callable[[str], object] = lambda doing: None) -> LayoutAnswer:
+        """The fastest layout of every kind (ZeRO, pipelines, a spread encoder, units), whether it runs today or not.
+
+        Args:
+            report: Called with what is being done: it takes seconds for eight devices, minutes for hundreds.
+
+        Raises:
+            ConfigError: There is one device, or a step has fewer samples than there are devices.
+            InfeasibleError: No layout of any kind fits.
+        """
+        from omnibal.advise.layouts import weigh_layouts  # its loops are compiled, which no other advice needs
+
+        check_weighable(self.cluster, self.scenario.samples_per_step)
+        if self.costs is not None:
+            self.costs.check_matches(tensor_parallel=1)
+        return weigh_layouts(self.scenario, self.tensor_costs, report=report)
+
+    @cached_property
+    def tensor_costs(self) -> TensorCosts:
+        """What layers cost where several devices share each of them."""
+        present, device = self.present, self.cluster.device
+        records = self.model.records if self.costs is None else None
+        return TensorCosts(records, device, frozen=present.frozen or (), lora_rank=present.lora or 0)
 
     @cached_property
     def recipe(self) -> Recipe:

@@ -1,13 +1,20 @@
 """omnibal advise: where the devices' time goes today, and what would bring how much, before anybody changes a line."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
-from omnibal.cli.options import ClusterOption, JsonOption, ProfileOption, answer, check_file, read_cluster
+from omnibal.cli.options import ClusterOption, JsonOption, ProfileOption, answer, check_file, read_cluster, working
 from omnibal.errors import ConfigError
 from omnibal.workspace import devices_at_hand
+
+if TYPE_CHECKING:
+    from omnibal.advise.estimate import Estimate
+    from omnibal.advise.question import Question
+    from omnibal.report.layouts import LayoutReport
 
 PICTURES: Final = (".png", ".html")
 
@@ -56,6 +63,14 @@ MaxImageOption = Annotated[
     int | None, typer.Option(help="Most tiles of an image, or most pixels at native resolution.", min=1)
 ]
 PipelineOption = Annotated[bool, typer.Option("--pipeline", help="Plan a pipeline too: takes a minute.")]
+LayoutsOption = Annotated[
+    bool,
+    typer.Option(
+        "--layouts",
+        help="Weigh ZeRO, pipelines, tensor ranks, a spread encoder and units, too: takes a minute. A PNG of --plot "
+        "then shows these.",
+    ),
+]
 PlotOption = Annotated[Path | None, typer.Option(help="Draw a picture (a PNG) or write a page (HTML).")]
 
 
@@ -75,6 +90,7 @@ def advise(
     max_image: MaxImageOption = None,
     profile: ProfileOption = None,
     pipeline: PipelineOption = False,
+    layouts: LayoutsOption = False,
     plot: PlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -111,11 +127,29 @@ def advise(
     question = Question.read(
         data, machines, own.over(read_today(today)), model=model, images=images, max_image=max_image, costs=costs
     )
-    report = Report(question, question.answer(with_pipeline=pipeline))
-    if plot is not None:
-        (draw if plot.suffix.lower() == ".png" else write_advice_page)(report, plot)
+    report = Report(question, question.answer(with_pipeline=pipeline, must_fit=not layouts))
+    weighed = _weigh(question, report.advice.today) if layouts else None
+    if plot is not None and plot.suffix.lower() == ".html":
+        write_advice_page(report, plot, weighed)
+    elif plot is not None:
+        draw(report, plot) if weighed is None else weighed.draw(plot)
     written = [f"written: {plot}"] if plot else []
-    answer(report.to_record() | {"written": plot}, *report.lines(), *written, as_json=as_json)
+    record = report.to_record() | ({} if weighed is None else {"layouts": weighed.to_record()}) | {"written": plot}
+    table = [] if weighed is None else weighed.parts()
+    answer(record, *report.findings(), *table, *report.to_paste(), *written, as_json=as_json)
+
+
+def _weigh(question: Question, today: Estimate) -> LayoutReport:
+    """The layouts, beside today's recipe."""
+    from omnibal.advise.tensor_costs import degrees_that_fit
+    from omnibal.report.layouts import LayoutReport
+
+    with working("weighing layouts") as said:
+        found = question.layouts(said)
+    rate = question.cluster.num_devices / float(today.sample_seconds.mean())
+    runs = today.peaks[1] <= today.memory.budget_bytes
+    would_fit = degrees_that_fit(today, question.tensor_costs)
+    return LayoutReport.of(found, question.scenario, question.tensor_costs, rate if runs else None, would_fit)
 
 
 def _check_plot(plot: Path | None) -> None:

@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from omnibal.advise.changes import Advice, TriedChange, count_of
 from omnibal.advise.estimate import MODEL_ERROR, UNSEEN, Estimate
@@ -30,7 +30,11 @@ from omnibal.report.style import (
     paragraph,
     picture,
     section,
+    stacked_bars,
 )
+
+if TYPE_CHECKING:
+    from omnibal.report.layouts import LayoutReport  # its loops are compiled, which no other advice needs
 
 CAUSE_COLOURS: Final = (GREEN, GREY, VERMILION, ORANGE, PINK, BLUE)
 BUFFERED: Final = "a buffer on each rank; the drop-in plans it"  # what balance takes to adopt where data is a stream
@@ -252,12 +256,8 @@ def draw(report: Report, path: Path) -> None:
     gains = [(change, change.gain) for change in advice.changes if change.gain is not None]
     with drawing(path, 9.6, 3.0) as figure:
         left_axes, right_axes = figure.subplots(1, 2, width_ratios=(3, 2))
-        # Left: a stacked bar for each row, the first one on top, with a part for each cause.
-        left, places = [0.0] * len(rows), range(len(rows) - 1, -1, -1)
-        for (cause, *shares), colour in zip(advice.causes, CAUSE_COLOURS, strict=True):
-            left_axes.barh(places, shares[: len(rows)], left=left, color=colour, label=cause)
-            left = [start + share for start, share in zip(left, shares, strict=False)]
-        left_axes.set_yticks(places, rows)
+        # Left: a bar for each row, with a part for each cause.
+        stacked_bars(left_axes, rows, {cause: shares[: len(rows)] for cause, *shares in advice.causes}, CAUSE_COLOURS)
         left_axes.set_xlabel("time of the devices for a sample, today's is 1")
         left_axes.set_title("Where the time goes", loc="left")
         # Right: a bar for each change with its error.
@@ -272,8 +272,8 @@ def draw(report: Report, path: Path) -> None:
         legend_below(figure, left_axes)
 
 
-def write_advice_page(report: Report, path: Path) -> None:
-    """Write an HTML page that holds its picture; its folder is made."""
+def write_advice_page(report: Report, path: Path, layouts: LayoutReport | None = None) -> None:
+    """Write an HTML page that holds its pictures; its folder is made."""
     rows = [
         (change.name, "step 0" if change.is_setting else "omnibal", change.detail,
          "–" if change.gain is None else f"{change.gain} ×", "yes" if change.brings else "no", change.cost)
@@ -284,6 +284,7 @@ def write_advice_page(report: Report, path: Path) -> None:
     with tempfile.TemporaryDirectory() as name:
         drawn = Path(name) / "advice.png"
         draw(report, drawn)
+        weighed = [] if layouts is None else [_weighed(layouts, Path(name) / "layouts.png")]
         sections = [
             section("In short", paragraph(report.headline)),
             section("Found", *(paragraph(line) for line in report.findings() if line != report.headline)),
@@ -296,9 +297,22 @@ def write_advice_page(report: Report, path: Path) -> None:
             ),
             section("Changes, one on top of the other",
                     html_table(("", "of", "what", "samples/s", "brings", "takes"), rows)),
+            *weighed,
             *([section("To paste", code(pasted))] if (pasted := report.to_paste()) else []),
         ]  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
         asked = report.question
         lead = f"{asked.model.name} on {asked.cluster}, estimated from {asked.measured.said}"
         path.write_text(page("What balancing would bring", lead, sections))
+
+
+def _weighed(layouts: LayoutReport, drawn: Path) -> str:
+    """The section of the page on layouts; its picture is drawn into a file."""
+    layouts.draw(drawn)
+    (heads, rows), winner = layouts.rows(), layouts.answer.candidates.index(layouts.answer.winner)
+    return section(
+        "Which layout wins",
+        html_table([head.replace("-\n", "").replace("\n", " ") for head in heads], rows, marked=winner),
+        *(paragraph(line) for line in layouts.lines()),
+        picture(drawn, "The devices' time for a sample by cause; what does not run today is marked by a star."),
+    )

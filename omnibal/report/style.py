@@ -157,6 +157,18 @@ def legend_below(figure: Figure, axes: Axes) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(handles), 8))
 
 
+def stacked_bars(
+    axes: Axes, names: Sequence[str], parts: Mapping[str, Sequence[float]], colours: Sequence[str]
+) -> range:
+    """A bar for each name, the first one on top, with a piece for each part; the places of the bars."""
+    left, places = [0.0] * len(names), range(len(names) - 1, -1, -1)
+    for (part, lengths), colour in zip(parts.items(), colours, strict=True):
+        axes.barh(places, lengths, left=left, color=colour, label=part)
+        left = [start + length for start, length in zip(left, lengths, strict=True)]
+    axes.set_yticks(places, names)
+    return places
+
+
 _PNG_WIDTH: Final = slice(16, 20)  # bytes of a PNG that hold its width
 _CSS_DOTS_PER_INCH: Final = 96
 CSS: Final = """

@@ -1,0 +1,201 @@
+"""Which layout wins, as `omnibal advise --layouts` and `omnibal plan --layout` say it: table, lines, picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from rich.table import Table
+
+from omnibal.advise.estimate import Scenario
+from omnibal.advise.layouts import EQUAL, KINDS, Candidate, Kind, LayoutAnswer
+from omnibal.advise.tensor_costs import TensorCosts
+from omnibal.errors import bytes_in_words
+from omnibal.report.style import (
+    BLUE,
+    GIB,
+    GREEN,
+    PINK,
+    VERMILION,
+    drawing,
+    legend_below,
+    make_table,
+    stacked_bars,
+)
+
+NAMES: Final[Mapping[Kind, str]] = {
+    "zero": "ZeRO", "rearranged": "rearranged", "pipeline": "pipeline", "tensor": "tensor ranks",
+    "spread": "spread ViT", "units": "units",
+}  # fmt: skip
+"""Of rows of the table and bars of the picture."""
+CAUSES: Final[Mapping[str, tuple[str, ...]]] = {
+    "useful": ("useful",),
+    "waits": ("waits", "bubbles, transfers, sums of gradients"),
+    "recomputation": ("recomputation",),
+    "communication": ("communication", "tensor ranks"),
+}
+"""Where the devices' time goes, alike for all kinds, and what candidates call it."""
+COLOURS: Final = (GREEN, VERMILION, PINK, BLUE)
+LEAST_CAUSE: Final = 0.005
+"""Share of a sample's time by which a cause must differ to be named."""
+MOST_CAUSES: Final = 3
+
+
+@dataclass(frozen=True)
+class LayoutReport:
+    """An answer, with what is said beside it."""
+
+    answer: LayoutAnswer
+    today: float | None = None
+    """Samples a second today; None where nothing runs."""
+    left_out: Sequence[str] = ()
+    """What was not weighed, and why."""
+    would_fit: Sequence[str] = ()
+    """How many devices would have to share a sample for today's recipe to fit."""
+
+    @classmethod
+    def of(
+        cls, answer: LayoutAnswer, scenario: Scenario, costs: TensorCosts, today: float | None = None,
+        would_fit: Sequence[str] = (),
+    ) -> LayoutReport:  # fmt: skip
+        """With what the scenario and its costs leave out."""
+        left_out = costs.left_out(scenario.cluster)
+        if scenario.precision.optimizer != type(scenario.precision)().optimizer:
+            left_out.append("today's optimizer in all kinds but ZeRO: AdamW is counted there")
+        return cls(answer, today, left_out, would_fit)
+
+    @cached_property
+    def runner_up(self) -> Candidate | None:
+        """The fastest of all but the winner."""
+        return next((each for each in self.answer.candidates if each is not self.answer.winner), None)
+
+    def parts(self) -> list[str | Table]:
+        """The table, and lines below it."""
+        return [make_table(*self.rows()), *self.lines()]
+
+    def lines(self) -> list[str]:
+        """What the figures say."""
+        answer, winner = self.answer, self.answer.winner
+        found = [
+            f"{NAMES[each.kind]}: {KINDS[each.kind]}: {each.layout}, {each.micro_batches:,} micro-batches of a replica"
+            for each in answer.candidates
+        ]
+        found.append(f"winner: {KINDS[winner.kind]}, {winner.samples_per_second:,.1f} samples/s; {_runs(winner)}")
+        fastest = answer.candidates[0]
+        equals = [each for each in answer.candidates if each is not winner and answer.equals(fastest, each)]
+        if equals:
+            names = ", ".join(f"{NAMES[each.kind]} {each.samples_per_second:,.1f}" for each in equals)
+            found.append(f"equal within {EQUAL:.0%}: take the simplest, which is the winner; {names}")
+        if self.runner_up is not None:
+            found.append(f"runner-up: {self._compared(self.runner_up)}")
+        today = answer.winner_today
+        if today is None:
+            found.append("runs today: none of these")
+        elif today is not winner:
+            found.append(f"best of those that run today: {self._compared(today)}")
+        found += [f"cannot be: {KINDS[kind]}: {_lacking(missing)}" for kind, missing in answer.missing_bytes.items()]
+        found += [f"not weighed: {line}" for line in self.left_out]
+        if self.would_fit:
+            found.append(
+                f"today's fullest micro-batch would fit with {', or '.join(self.would_fit)}; omnibal runs neither yet"
+            )
+        return found
+
+    def to_record(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        answer, runs = self.answer, self.answer.winner_today
+        return {
+            "candidates": [
+                {
+                    "kind": each.kind, "layout": each.layout, "micro_batches": each.micro_batches,
+                    "samples_per_second": each.samples_per_second, "times_today": self._times_today(each),
+                    "unhidden_samples_per_second": each.unhidden_samples_per_second, "peak_bytes": each.peak_bytes,
+                    "runs_today": each.runs_today, "shares": dict(each.shares),
+                }
+                for each in answer.candidates
+            ],
+            "winner": answer.winner.kind,
+            "runner_up": None if self.runner_up is None else self.runner_up.kind,
+            "winner_today": None if runs is None else runs.kind,
+            "missing_bytes": dict(answer.missing_bytes),
+            "not_weighed": list(self.left_out),
+            "would_fit": list(self.would_fit),
+        }  # fmt: skip
+
+    def rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Heads and cells of the table."""
+        heads = (
+            "", "samples\n/s", "none\nhidden", "times\ntoday", "peak\nGiB", "runs\ntoday", "useful", "waits",
+            "re-\ncompute", "sent",
+        )  # fmt: skip
+        return heads, [
+            (
+                NAMES[each.kind],
+                f"{each.samples_per_second:,.1f}",
+                "–" if (openly := each.unhidden_samples_per_second) is None else f"{openly:,.1f}",
+                "–" if (times := self._times_today(each)) is None else f"{times:.2f}",
+                f"{each.peak_bytes / GIB:.1f}",
+                "yes" if each.runs_today else "no",
+                *(f"{share:.0%}" for share in causes_of(each).values()),
+            )
+            for each in self.answer.candidates
+        ]
+
+    def draw(self, path: Path) -> None:
+        """Draw a PNG: where the devices' time goes in each kind, and the samples a second."""
+        fastest, found = self.answer.candidates[0].samples_per_second, self.answer.candidates
+        names = [NAMES[each.kind] + ("" if each.runs_today else "*") for each in found]
+        lengths = [fastest / each.samples_per_second for each in found]
+        shares = [causes_of(each) for each in found]
+        parts = {
+            cause: [length * share[cause] for length, share in zip(lengths, shares, strict=True)] for cause in CAUSES
+        }
+        with drawing(path, 7.6, 1.6 + 0.3 * len(found)) as figure:
+            axes = figure.subplots()
+            places = stacked_bars(axes, names, parts, COLOURS)
+            for place, length, each in zip(places, lengths, found, strict=True):
+                axes.annotate(
+                    f"{each.samples_per_second:,.1f}/s", (length, place), (3, 0), textcoords="offset points",
+                    va="center", fontsize=8,
+                )  # fmt: skip
+            axes.set_xlim(0, 1.15 * max(lengths))
+            axes.set_xlabel("time of the devices for a sample, the fastest's is 1 (* does not run today)")
+            axes.set_title("Where the time goes, and samples a second", loc="left")
+            legend_below(figure, axes)
+
+    def _times_today(self, each: Candidate) -> float | None:
+        return None if self.today is None else each.samples_per_second / self.today
+
+    def _compared(self, other: Candidate) -> str:
+        """How another layout compares with the winner, and which causes make most of the difference."""
+        winner = self.answer.winner
+        ratio = other.samples_per_second / winner.samples_per_second
+        # Parts of the time that the winner takes for a sample: so differences of causes add up to that of the whole.
+        own, its = causes_of(winner), causes_of(other)
+        differences = {cause: its[cause] / ratio - own[cause] for cause in CAUSES}
+        largest = sorted(differences, key=lambda cause: -abs(differences[cause]))[:MOST_CAUSES]
+        why = ", ".join(
+            f"{cause} {differences[cause]:+.1%}" for cause in largest if abs(differences[cause]) >= LEAST_CAUSE
+        )
+        because = f"; of the winner's time for a sample: {why}" if why else ""
+        return (
+            f"{KINDS[other.kind]}, {other.samples_per_second:,.1f} samples/s ({ratio:.2f} ×); {_runs(other)}{because}"
+        )
+
+
+def causes_of(found: Candidate) -> dict[str, float]:
+    """Shares of the devices' time by the causes that all kinds have."""
+    return {cause: sum(found.shares.get(name, 0.0) for name in names) for cause, names in CAUSES.items()}
+
+
+def _runs(found: Candidate) -> str:
+    return f"runs today: {'yes' if found.runs_today else 'no'}"
+
+
+def _lacking(missing: int) -> str:
+    if missing > 0:
+        return f"the fullest device lacks {bytes_in_words(missing)} at least"
+    return "these devices, costs and samples of a step have no such layout"
