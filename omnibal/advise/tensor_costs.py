@@ -42,7 +42,7 @@ class TensorCosts:
     def left_out(self, cluster: Cluster) -> list[str]:
         """Why degrees are not weighed, a line for each reason."""
         if self.records is None:
-            return ["tensor ranks: costs are measured on one device; without --profile they are counted"]
+            return ["tensor ranks: these costs are of one device; costs counted of a model tell all"]
         lines, across = list[str](), [degree for degree in DEGREES if degree > cluster.devices_per_node]
         if across:
             degrees = ", ".join(map(str, across))

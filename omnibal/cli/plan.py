@@ -21,10 +21,12 @@ from omnibal.cli.options import (
     answer,
     check_file,
     read_limits,
+    refuse,
     say,
 )
 from omnibal.cli.plan_report import GainOverPresent, PlanReport, trial_line, trial_row
 from omnibal.cli.planning import request_of, solve
+from omnibal.cli.weighing import LayoutChoice, WeighedLayouts
 from omnibal.config import check_batch
 from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.plan import Plan
@@ -48,6 +50,10 @@ def plan(
     ] = None,
     limits: LimitsOption = None,
     num_stages: StagesOption = None,
+    layout: Annotated[
+        LayoutChoice,
+        typer.Option(help="Weigh other layouts first, or all (auto), and plan where a pipeline wins; see docs."),
+    ] = "pipeline",
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure layers on this machine in place of counting what they cost.")
     ] = False,
@@ -79,17 +85,27 @@ def plan(
 
     Example: omnibal plan ds_configs/mine.json --cluster 4x8xA100-80GB
 
+    Example: omnibal plan ds_configs/mine.json --layout auto
+
     Example, tried on the machine itself: omnibal plan ds_configs/mine.json
     --measure --trials 3 --write
     """
     # Wrong arguments are refused before anything is planned.
     check_file("--out", out)
+    if layout != "pipeline":
+        refuse({"limits": limits, "num-stages": num_stages}, "--layout weighs all of them")
     workspace = open_workspace(
         source, kinds=("ds_config", "profile"), lengths=lengths, cluster=cluster, measures=measure, replaces=write
     )
     fixed, out = read_limits(limits), _place(workspace, out)
     _check(workspace, out, trials=trials > 0)
-    result = solve(workspace, request_of(workspace, samples_per_step, fixed, num_stages))
+    request, weighed = request_of(workspace, samples_per_step, fixed, num_stages), None
+    if layout != "pipeline":
+        weighed = WeighedLayouts.of(workspace, request, layout)
+        if not weighed.is_pipeline:
+            answer(weighed.to_record(), *weighed.report.parts(), *weighed.lines(), as_json=as_json)
+            return
+    result = solve(workspace, request)
     result, tried = _try_best(workspace, result, trials, launcher) if trials else (result, ())
     if write:
         # `check_alone` reads this: the file of a plan that a ds_config follows is not replaced for another one.
@@ -102,7 +118,10 @@ def plan(
     followed = None if write else workspace.followed_plan
     report = PlanReport(result, gain, out, tried, entered=source if write else None, followed=followed)
     say(*(f"warning: {doubt}" for doubt in workspace.warnings))
-    answer(report.to_record(), *report.parts(explain=explain), as_json=as_json)
+    parts, record = report.parts(explain=explain), report.to_record()
+    if weighed is not None:
+        parts, record = [*weighed.report.parts(), *parts], record | {"layouts": weighed.report.to_record()}
+    answer(record, *parts, as_json=as_json)
 
 
 def _place(workspace: Workspace, out: Path | None) -> Path:

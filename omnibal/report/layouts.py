@@ -23,11 +23,12 @@ from omnibal.report.style import (
     drawing,
     legend_below,
     make_table,
+    short,
     stacked_bars,
 )
 
 NAMES: Final[Mapping[Kind, str]] = {
-    "zero": "ZeRO", "rearranged": "rearranged", "pipeline": "pipeline", "tensor": "tensor ranks",
+    "zero": "ZeRO", "rearranged": "rearranged", "pipeline": "pipeline", "tensor": "tensor",
     "spread": "spread ViT", "units": "units",
 }  # fmt: skip
 """Of rows of the table and bars of the picture."""
@@ -80,14 +81,14 @@ class LayoutReport:
         """What the figures say."""
         answer, winner = self.answer, self.answer.winner
         found = [
-            f"{NAMES[each.kind]}: {KINDS[each.kind]}: {each.layout}, {each.micro_batches:,} micro-batches of a replica"
+            f"{NAMES[each.kind]}: {KINDS[each.kind]}: {each.layout}, micro-batches of a replica: {each.micro_batches:,}"
             for each in answer.candidates
         ]
-        found.append(f"winner: {KINDS[winner.kind]}, {winner.samples_per_second:,.1f} samples/s; {_runs(winner)}")
+        found.append(f"winner: {KINDS[winner.kind]}, {short(winner.samples_per_second)} samples/s; {_runs(winner)}")
         fastest = answer.candidates[0]
         equals = [each for each in answer.candidates if each is not winner and answer.equals(fastest, each)]
         if equals:
-            names = ", ".join(f"{NAMES[each.kind]} {each.samples_per_second:,.1f}" for each in equals)
+            names = ", ".join(f"{NAMES[each.kind]} {short(each.samples_per_second)}" for each in equals)
             found.append(f"equal within {EQUAL:.0%}: take the simplest, which is the winner; {names}")
         if self.runner_up is not None:
             found.append(f"runner-up: {self._compared(self.runner_up)}")
@@ -99,9 +100,8 @@ class LayoutReport:
         found += [f"cannot be: {KINDS[kind]}: {_lacking(missing)}" for kind, missing in answer.missing_bytes.items()]
         found += [f"not weighed: {line}" for line in self.left_out]
         if self.would_fit:
-            found.append(
-                f"today's fullest micro-batch would fit with {', or '.join(self.would_fit)}; omnibal runs neither yet"
-            )
+            ways = ", or ".join(self.would_fit)
+            found.append(f"today's fullest micro-batch would fit with {ways}, which omnibal does not run yet")
         return found
 
     def to_record(self) -> dict[str, Any]:
@@ -134,8 +134,8 @@ class LayoutReport:
         return heads, [
             (
                 NAMES[each.kind],
-                f"{each.samples_per_second:,.1f}",
-                "–" if (openly := each.unhidden_samples_per_second) is None else f"{openly:,.1f}",
+                short(each.samples_per_second),
+                "–" if (openly := each.unhidden_samples_per_second) is None else short(openly),
                 "–" if (times := self._times_today(each)) is None else f"{times:.2f}",
                 f"{each.peak_bytes / GIB:.1f}",
                 "yes" if each.runs_today else "no",
@@ -158,7 +158,7 @@ class LayoutReport:
             places = stacked_bars(axes, names, parts, COLOURS)
             for place, length, each in zip(places, lengths, found, strict=True):
                 axes.annotate(
-                    f"{each.samples_per_second:,.1f}/s", (length, place), (3, 0), textcoords="offset points",
+                    f"{short(each.samples_per_second)}/s", (length, place), (3, 0), textcoords="offset points",
                     va="center", fontsize=8,
                 )  # fmt: skip
             axes.set_xlim(0, 1.15 * max(lengths))
@@ -182,7 +182,7 @@ class LayoutReport:
         )
         because = f"; of the winner's time for a sample: {why}" if why else ""
         return (
-            f"{KINDS[other.kind]}, {other.samples_per_second:,.1f} samples/s ({ratio:.2f} ×); {_runs(other)}{because}"
+            f"{KINDS[other.kind]}, {short(other.samples_per_second)} samples/s ({ratio:.2f} ×); {_runs(other)}{because}"
         )
 
 

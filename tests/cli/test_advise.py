@@ -100,6 +100,34 @@ def test_json_and_the_page_say_the_same(omnibal, lengths, tmp_path):
     assert "data:image/png" in page
 
 
+def test_layouts_are_one_table_behind_todays_answer(omnibal, lengths, tmp_path):
+    options = ("--model", "InternVL3-1B", "--cluster", "2xA100-80GB", "--batch", 4, "--accumulation", 2, "--layouts")
+    record = json.loads(omnibal("advise", lengths, *options, "--plot", tmp_path / "all.html", "--json").stdout)
+    layouts = record["layouts"]
+    kinds = [each["kind"] for each in layouts["candidates"]]
+    assert {*kinds, *layouts["missing_bytes"]} == {"zero", "rearranged", "pipeline", "tensor", "spread", "units"}
+    assert layouts["winner"] in kinds and layouts["winner_today"] in ("zero", "rearranged", "pipeline")
+    assert "4, 8 tensor ranks: they would cross nodes of 2" in layouts["not_weighed"]
+    rate = layouts["candidates"][0]["samples_per_second"]
+    today = 2 / record["today"]["sample_seconds"]
+    assert layouts["candidates"][0]["times_today"] == pytest.approx(rate / today)
+    page = (tmp_path / "all.html").read_text()
+    assert "Which layout wins" in page and page.count("data:image/png") == 2
+    lines = omnibal("advise", lengths, *options, "--plot", tmp_path / "all.png").stdout.splitlines()
+    places = [next(place for place, line in enumerate(lines) if line.startswith(word)) for word in (
+        "memory: ", "winner: ", "runner-up: ", "not weighed: ", "paste:", "written: "
+    )]  # fmt: skip
+    assert places == sorted(places)
+    assert (tmp_path / "all.png").stat().st_size > 10_000
+
+
+def test_layouts_are_weighed_where_todays_recipe_could_not_run(omnibal, lengths):
+    options = ("--model", "InternVL3-1B", "--cluster", "2xA100-80GB", "--batch", 64, "--accumulation", 1, "--layouts")
+    layouts = json.loads(omnibal("advise", lengths, *options, "--no-recompute", "--json").stdout)["layouts"]
+    assert [each["times_today"] for each in layouts["candidates"]] == [None] * len(layouts["candidates"])
+    assert any(way.startswith("sequence parallelism") for way in layouts["would_fit"]) or not layouts["would_fit"]
+
+
 @pytest.mark.parametrize("is_array", [False, True])
 def test_a_sample_answers_without_torch_and_without_compiling(annotations, tmp_path, is_array):
     data = tmp_path / "train.json"
@@ -227,6 +255,7 @@ def test_even_samples_are_left_as_they_are(omnibal, tmp_path):
         (("--model", "LLaVA-1.5-7B"), "must be of LLaVA-1.5-7B, with 576 LLM tokens for each tile, got sample"),
         (("--today", "ddp", "--batch", "4"), "which is wrong: the batch of 4, ddp, recomputation 'full', what is"),
         (("--today", "ddp", "--batch", "4"), "; what would fit: zero1 in place of ddp, or LoRA of rank 16; --pipeline"),
+        (("--cluster", "A100-80GB", "--layouts"), "at least 2 devices for layouts to differ, got A100-80GB"),
         (("--plot", "a.pdf"), "--plot must end in .png or .html, got a.pdf"),
         (("--batching", "packed"), "cutoff must say how many tokens a pack holds, got none"),
     ],

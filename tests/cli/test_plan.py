@@ -12,6 +12,7 @@ import torch
 import omnibal.trials as trials_module
 from omnibal import vlm
 from omnibal.cli.entering import enter
+from omnibal.cli.weighing import WEIGHED
 from omnibal.cluster import Cluster
 from omnibal.config import read_config
 from omnibal.data.lengths import SampleLengths
@@ -121,6 +122,59 @@ def test_a_profile_does_not_say_how_many_samples_a_step_has(refusal, arguments):
     given = arguments()
     line = refusal("plan", *given[: given.index("--samples-per-step")])
     assert line.startswith("--samples-per-step must be given beside a profile, got none with")
+
+
+def test_where_zero_is_asked_for_its_settings_are_the_answer(omnibal, ds_config, tmp_path):
+    config = ds_config()
+    record = json.loads(omnibal("plan", config, "--layout", "zero", "--json").stdout)
+    assert {each["kind"] for each in record["layouts"]["candidates"]} == {"zero", "rearranged"}
+    stage, packs = (record["ds_config"][key] for key in ("zero_optimization", "gradient_accumulation_steps"))
+    assert stage["stage"] in (1, 2, 3) and packs >= 1
+    assert record["layouts"]["candidates"][0]["times_today"] > 0
+    lines = omnibal("plan", config, "--layout", "zero").stdout.splitlines()
+    assert any(line.startswith(f'set: "zero_optimization": {json.dumps(stage)}, ') for line in lines)
+    limits = record["limits"]
+    assert f"packs: PackLimits({limits['vision_units']}, {limits['llm_tokens']}) makes" in "\n".join(lines)
+    assert not (tmp_path / "run" / "plan.json").exists()
+
+
+def test_what_does_not_run_today_is_weighed_and_not_written(omnibal, ds_config, tmp_path):
+    lines = omnibal("plan", ds_config(), "--layout", "spread", "--write").stdout.splitlines()
+    assert any(line.startswith("winner: the ViT on all devices") and "runs today: no" in line for line in lines)
+    assert lines[-1].startswith("nothing is written: none of these layouts runs today; `--layout pipeline` plans")
+    assert not (tmp_path / "run" / "plan.json").exists()
+
+
+def test_where_a_pipeline_wins_it_is_planned(omnibal, ds_config, monkeypatch, tmp_path):
+    monkeypatch.setitem(WEIGHED, "auto", ("pipeline",))  # of all kinds the search takes long
+    config = ds_config(pipeline={"num_stages": "auto"})
+    record = json.loads(omnibal("plan", config, "--layout", "auto", "--json").stdout)
+    assert record["layouts"]["winner"] == "pipeline"
+    assert record["plan"] == json.loads((tmp_path / "run" / "plan.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--layout", "units", "--limits", "9,4096"], "--limits must be left out here, got 9,4096: --layout weighs"),
+        (["--layout", "auto", "--num-stages", "2"], "--num-stages must be left out here, got 2: --layout weighs all"),
+        (
+            ["--layout", "zero", "--cluster", "A100-80GB", "--samples-per-step", "8"],
+            "at least 2 devices for layouts to differ, got A100-80GB",
+        ),
+        (["--layout", "zero", "--samples-per-step", "3"], "at least as many as the 4 devices of 4xA100-80GB"),
+    ],
+)
+def test_wrong_options_beside_layouts(refusal, ds_config, options, message):
+    line = refusal("plan", ds_config(), *options)
+    assert message in line and "\n" not in line
+
+
+def test_unknown_layouts_and_profiles_without_a_head_are_refused(omnibal, refusal, arguments):
+    given = arguments()
+    given = given[: given.index("--num-stages")] + given[given.index("--samples-per-step") :]
+    assert "'spred' is not one of" in omnibal("plan", *given, "--layout", "spred", exit_code=2).stderr
+    assert "profile must have a head of a known vocabulary for --layout" in refusal("plan", *given, "--layout", "zero")
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])  # counted costs know the latter in blocks alone

@@ -1,0 +1,114 @@
+"""`omnibal plan --layout`: all layouts of a workspace weighed, and what those take that are no pipeline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from omnibal.advise.estimate import Scenario
+from omnibal.advise.layouts import KINDS, Candidate, Kind, weigh_layouts
+from omnibal.advise.paste import STAGES, propose
+from omnibal.advise.tensor_costs import TensorCosts, check_weighable
+from omnibal.cli.plan_report import STEPS
+from omnibal.cli.planning import present_plan, real_packs
+from omnibal.config import dtype_of
+from omnibal.errors import ConfigError
+from omnibal.planner import PlanRequest
+from omnibal.planner.prediction import Variant
+from omnibal.report.layouts import LayoutReport
+from omnibal.workspace import Workspace
+
+LayoutChoice = Literal["auto", "pipeline", "spread", "units", "zero"]
+WEIGHED: Final[Mapping[LayoutChoice, tuple[Kind, ...]]] = {
+    "auto": tuple(KINDS), "spread": ("spread",), "units": ("units",), "zero": ("zero", "rearranged"),
+}  # fmt: skip
+PAGES: Final[Mapping[Kind, str]] = {"zero": "docs/hosts.md", "rearranged": "docs/rearranging.md"}
+
+
+@dataclass(frozen=True)
+class WeighedLayouts:
+    """The layouts of a workspace, and what follows."""
+
+    workspace: Workspace
+    scenario: Scenario
+    report: LayoutReport
+
+    @classmethod
+    def of(cls, workspace: Workspace, request: PlanRequest, choice: LayoutChoice) -> WeighedLayouts:
+        """Weigh the kinds that a choice names on the workspace's samples."""
+        check_weighable(request.cluster, request.global_batch)
+        profile, lengths, section = workspace.profile, workspace.lengths, workspace.section
+        profile.check_matches(tensor_parallel=1)
+        if not any(layer.kind == "head" and "vocab" in layer.sizes for layer in profile.layers):
+            raise ConfigError("profile must have a head of a known vocabulary for --layout, got none; make it again")
+        is_counted = not profile.versions and workspace.files is not None and section.model.path is not None
+        costs = TensorCosts(
+            workspace.records if is_counted else None, request.cluster.device, dtype_of(workspace.config),
+            section.model.frozen,
+        )  # fmt: skip
+        scenario = Scenario(
+            lengths, profile, request.cluster, request.global_batch, spares_rows=lengths.target_tokens is not None
+        )
+        with workspace.working("weighing layouts") as said:
+            answer = weigh_layouts(scenario, costs, kinds=WEIGHED[choice], report=said)
+        return cls(workspace, scenario, LayoutReport.of(answer, scenario, costs, _present_rate(workspace)))
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether `omnibal plan` can plan the winner."""
+        return self.report.answer.winner.kind == "pipeline"
+
+    def lines(self) -> list[str]:
+        """What to do where the winner is no pipeline."""
+        today = self.report.answer.winner_today
+        if today is None:
+            return ["nothing is written: none of these layouts runs today; `--layout pipeline` plans a pipeline"]
+        if today.recipe is None:
+            return ["nothing is written: the winner does not run today; `--layout pipeline` plans what does"]
+        set_to = ", ".join(f'"{key}": {json.dumps(value)}' for key, value in self._keys(today).items())
+        limits = self._limits(today)
+        again = "on" if today.recipe.recompute == "full" else "off"
+        return [
+            f"set: {set_to} in the ds_config; gradient checkpointing {again}",
+            f"packs: PackLimits({limits['vision_units']}, {limits['llm_tokens']}) makes steps of as many samples; "
+            f"{PAGES[today.kind]} has the lines for your trainer",
+            "nothing is written: a plan is of a pipeline",
+        ]
+
+    def to_record(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        today = self.report.answer.winner_today
+        told = today is not None and today.recipe is not None
+        return {
+            "layouts": self.report.to_record(),
+            "ds_config": self._keys(today) if told and today else None,
+            "limits": self._limits(today) if told and today else None,
+        }
+
+    def _keys(self, found: Candidate) -> dict[str, Any]:
+        assert found.recipe is not None, "the caller asks for data parallelism alone"
+        return {
+            "zero_optimization": {"stage": STAGES[found.recipe.sharding]},
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": found.micro_batches,
+        }
+
+    def _limits(self, found: Candidate) -> dict[str, int]:
+        assert found.recipe is not None, "the caller asks for data parallelism alone"
+        lengths = self.scenario.lengths
+        limits = propose(self.scenario.estimate(found.recipe), lengths, num_samples=len(lengths)).limits
+        return {"vision_units": limits.vision_units, "llm_tokens": limits.llm_tokens}
+
+
+def _present_rate(workspace: Workspace) -> float | None:
+    """Samples a second of the present configuration; None where there is none that can train."""
+    if workspace.files is None:
+        return None
+    try:
+        present = present_plan(workspace)
+    except ConfigError:
+        return None
+    packing = real_packs(workspace, present, steps=STEPS)
+    return Variant("present", workspace.profile, present, packing.steps, packing.samples_per_step).samples_per_second

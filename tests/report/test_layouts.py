@@ -1,0 +1,78 @@
+import pytest
+from rich.console import Console
+
+from omnibal.advise.estimate import Recipe
+from omnibal.advise.layouts import Candidate, LayoutAnswer
+from omnibal.report.layouts import LayoutReport, causes_of
+
+GIB = 2**30
+
+
+def candidate(kind, rate, unhidden=None, **shares):
+    recipe = Recipe("zero3", "even") if unhidden else None
+    return Candidate(
+        kind=kind, layout=f"the {kind} layout", samples_per_second=rate, peak_bytes=60 * GIB, micro_batches=4,
+        shares=shares, unhidden_samples_per_second=unhidden, recipe=recipe,
+    )  # fmt: skip
+
+
+UNITS = candidate("units", 20.0, useful=0.8, **{"tensor ranks": 0.1, "bubbles, transfers, sums of gradients": 0.1})
+PIPELINE = candidate("pipeline", 16.0, useful=0.64, **{"bubbles, transfers, sums of gradients": 0.36})
+ZERO = candidate("zero", 15.0, 12.0, useful=0.6, waits=0.1, recomputation=0.2, communication=0.1)
+ANSWER = LayoutAnswer((UNITS, PIPELINE, ZERO), {"spread": 3 * GIB, "tensor": 0})
+REPORT = LayoutReport(ANSWER, 10.0, ["8 tensor ranks: why"], ["2 tensor ranks", "sequence parallelism of degree 4"])
+
+
+def test_lines_say_winner_runner_up_and_why():
+    assert REPORT.lines()[3:] == [
+        "winner: ViT and LLM on devices of their own (DistTrain), 20 samples/s; runs today: no",
+        "runner-up: one pipeline through ViT and LLM (OmniBal), 16 samples/s (0.80 ×); runs today: yes; of the "
+        "winner's time for a sample: waits +35.0%, communication -10.0%",
+        "best of those that run today: one pipeline through ViT and LLM (OmniBal), 16 samples/s (0.80 ×); runs today: "
+        "yes; of the winner's time for a sample: waits +35.0%, communication -10.0%",
+        "cannot be: the ViT on all devices, the LLM in a pipeline: the fullest device lacks 3.00 GiB at least",
+        "cannot be: one pipeline with tensor ranks in its stages: these devices, costs and samples of a step have no "
+        "such layout",
+        "not weighed: 8 tensor ranks: why",
+        "today's fullest micro-batch would fit with 2 tensor ranks, or sequence parallelism of degree 4, which omnibal "
+        "does not run yet",
+    ]
+
+
+def test_the_simplest_of_equals_wins_and_the_lines_say_so():
+    close = LayoutAnswer((candidate("units", 10.2, useful=1.0), candidate("zero", 10.0, 9.0, useful=1.0)), {})
+    lines = LayoutReport(close).lines()
+    assert "winner: ZeRO with even packs, 10 samples/s; runs today: yes" in lines
+    assert "equal within 3%: take the simplest, which is the winner; units 10.2" in lines
+    assert not any(line.startswith(("best of those", "cannot", "today's")) for line in lines)
+
+
+def test_where_nothing_runs_today_it_is_said():
+    lines = LayoutReport(LayoutAnswer((UNITS,), {"zero": GIB})).lines()
+    assert "runs today: none of these" in lines
+    assert not any(line.startswith("runner-up") for line in lines)
+
+
+def test_causes_are_alike_for_all_kinds():
+    for each in ANSWER.candidates:
+        assert sum(causes_of(each).values()) == pytest.approx(1)
+    assert causes_of(UNITS)["communication"] == 0.1 and causes_of(PIPELINE)["waits"] == 0.36
+
+
+def test_the_table_fits_a_narrow_terminal():
+    console = Console(width=80, record=True)
+    for part in REPORT.parts()[:1]:
+        console.print(part)
+    rows = [line.split() for line in console.export_text().splitlines()]
+    assert ["units", "20", "–", "2.00", "60.0", "no", "80%", "10%", "0%", "10%"] in rows
+    assert ["ZeRO", "15", "12", "1.50", "60.0", "yes", "60%", "10%", "20%", "10%"] in rows
+
+
+def test_a_picture_and_a_record(tmp_path):
+    REPORT.draw(tmp_path / "deep" / "layouts.png")
+    assert (tmp_path / "deep" / "layouts.png").stat().st_size > 10_000
+    record = REPORT.to_record()
+    assert (record["winner"], record["runner_up"], record["winner_today"]) == ("units", "pipeline", "pipeline")
+    assert record["missing_bytes"] == {"spread": 3 * GIB, "tensor": 0}
+    zero = record["candidates"][2]
+    assert (zero["times_today"], zero["unhidden_samples_per_second"], zero["runs_today"]) == (1.5, 12.0, True)
