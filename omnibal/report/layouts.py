@@ -23,7 +23,6 @@ from omnibal.report.style import (
     drawing,
     legend_below,
     make_table,
-    short,
     stacked_bars,
 )
 
@@ -81,14 +80,19 @@ class LayoutReport:
         """What the figures say."""
         answer, winner = self.answer, self.answer.winner
         found = [
-            f"{NAMES[each.kind]}: {KINDS[each.kind]}: {each.layout}, micro-batches of a replica: {each.micro_batches:,}"
+            f"{NAMES[each.kind]}: {KINDS[each.kind]}: {each.layout}, {_batches(each)} of a replica"
             for each in answer.candidates
         ]
-        found.append(f"winner: {KINDS[winner.kind]}, {short(winner.samples_per_second)} samples/s; {_runs(winner)}")
+        found.append(f"winner: {KINDS[winner.kind]}, {_rate(winner.samples_per_second)} samples/s; {_runs(winner)}")
         fastest = answer.candidates[0]
+        if (other := self._openly()) is not winner:
+            own = _rate(_unhidden(winner))
+            found.append(
+                f"with no communication hidden: {NAMES[other.kind]} {_rate(_unhidden(other))}, the winner {own}"
+            )
         equals = [each for each in answer.candidates if each is not winner and answer.equals(fastest, each)]
         if equals:
-            names = ", ".join(f"{NAMES[each.kind]} {short(each.samples_per_second)}" for each in equals)
+            names = ", ".join(f"{NAMES[each.kind]} {_rate(each.samples_per_second)}" for each in equals)
             found.append(f"equal within {EQUAL:.0%}: take the simplest, which is the winner; {names}")
         if self.runner_up is not None:
             found.append(f"runner-up: {self._compared(self.runner_up)}")
@@ -118,6 +122,7 @@ class LayoutReport:
                 for each in answer.candidates
             ],
             "winner": answer.winner.kind,
+            "winner_unhidden": self._openly().kind,
             "runner_up": None if self.runner_up is None else self.runner_up.kind,
             "winner_today": None if runs is None else runs.kind,
             "missing_bytes": dict(answer.missing_bytes),
@@ -134,8 +139,8 @@ class LayoutReport:
         return heads, [
             (
                 NAMES[each.kind],
-                short(each.samples_per_second),
-                "–" if (openly := each.unhidden_samples_per_second) is None else short(openly),
+                _rate(each.samples_per_second),
+                "–" if (openly := each.unhidden_samples_per_second) is None else _rate(openly),
                 "–" if (times := self._times_today(each)) is None else f"{times:.2f}",
                 f"{each.peak_bytes / GIB:.1f}",
                 "yes" if each.runs_today else "no",
@@ -158,13 +163,18 @@ class LayoutReport:
             places = stacked_bars(axes, names, parts, COLOURS)
             for place, length, each in zip(places, lengths, found, strict=True):
                 axes.annotate(
-                    f"{short(each.samples_per_second)}/s", (length, place), (3, 0), textcoords="offset points",
+                    f"{_rate(each.samples_per_second)}/s", (length, place), (3, 0), textcoords="offset points",
                     va="center", fontsize=8,
                 )  # fmt: skip
             axes.set_xlim(0, 1.15 * max(lengths))
             axes.set_xlabel("time of the devices for a sample, the fastest's is 1 (* does not run today)")
             axes.set_title("Where the time goes, and samples a second", loc="left")
             legend_below(figure, axes)
+
+    def _openly(self) -> Candidate:
+        """What would win if nothing of ZeRO's communication hid behind computation."""
+        best = max(self.answer.candidates, key=_unhidden)
+        return best if _unhidden(best) > _unhidden(self.answer.winner) * (1 + EQUAL) else self.answer.winner
 
     def _times_today(self, each: Candidate) -> float | None:
         return None if self.today is None else each.samples_per_second / self.today
@@ -182,13 +192,25 @@ class LayoutReport:
         )
         because = f"; of the winner's time for a sample: {why}" if why else ""
         return (
-            f"{KINDS[other.kind]}, {short(other.samples_per_second)} samples/s ({ratio:.2f} ×); {_runs(other)}{because}"
+            f"{KINDS[other.kind]}, {_rate(other.samples_per_second)} samples/s ({ratio:.2f} ×); {_runs(other)}{because}"
         )
 
 
 def causes_of(found: Candidate) -> dict[str, float]:
     """Shares of the devices' time by the causes that all kinds have."""
     return {cause: sum(found.shares.get(name, 0.0) for name in names) for cause, names in CAUSES.items()}
+
+
+def _unhidden(found: Candidate) -> float:
+    return found.unhidden_samples_per_second or found.samples_per_second
+
+
+def _rate(samples_per_second: float) -> str:
+    return f"{samples_per_second:,.{0 if samples_per_second >= 1000 else 1}f}"
+
+
+def _batches(found: Candidate) -> str:
+    return f"{found.micro_batches:,} micro-batch{'es' * (found.micro_batches != 1)}"
 
 
 def _runs(found: Candidate) -> str:

@@ -52,7 +52,7 @@ def test_one_device_and_a_step_of_few_samples_are_refused():
 def test_the_fewest_devices_that_must_share_a_sample():
     fits = estimate(Recipe("zero3", batch=1, micro_batches=8))
     assert degrees_that_fit(fits, COSTS) == ()
-    large = estimate(Recipe("zero3", batch=2, micro_batches=4, recompute="none"))
+    large = estimate(Recipe("zero3", batch=4, micro_batches=2, recompute="none"))
     shared, divided = degrees_that_fit(large, COSTS)
     assert shared == "4 tensor ranks" and divided.startswith("sequence parallelism of degree ")
     # Half as many would not do: what a micro-batch keeps is divided by the degree, and the state is not.

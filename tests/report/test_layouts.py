@@ -25,11 +25,11 @@ REPORT = LayoutReport(ANSWER, 10.0, ["8 tensor ranks: why"], ["2 tensor ranks", 
 
 def test_lines_say_winner_runner_up_and_why():
     assert REPORT.lines()[3:] == [
-        "winner: ViT and LLM on devices of their own (DistTrain), 20 samples/s; runs today: no",
-        "runner-up: one pipeline through ViT and LLM (OmniBal), 16 samples/s (0.80 ×); runs today: yes; of the "
+        "winner: ViT and LLM on devices of their own (DistTrain), 20.0 samples/s; runs today: no",
+        "runner-up: one pipeline through ViT and LLM (OmniBal), 16.0 samples/s (0.80 ×); runs today: yes; of the "
         "winner's time for a sample: waits +35.0%, communication -10.0%",
-        "best of those that run today: one pipeline through ViT and LLM (OmniBal), 16 samples/s (0.80 ×); runs today: "
-        "yes; of the winner's time for a sample: waits +35.0%, communication -10.0%",
+        "best of those that run today: one pipeline through ViT and LLM (OmniBal), 16.0 samples/s (0.80 ×); runs "
+        "today: yes; of the winner's time for a sample: waits +35.0%, communication -10.0%",
         "cannot be: the ViT on all devices, the LLM in a pipeline: the fullest device lacks 3.00 GiB at least",
         "cannot be: one pipeline with tensor ranks in its stages: these devices, costs and samples of a step have no "
         "such layout",
@@ -42,9 +42,16 @@ def test_lines_say_winner_runner_up_and_why():
 def test_the_simplest_of_equals_wins_and_the_lines_say_so():
     close = LayoutAnswer((candidate("units", 10.2, useful=1.0), candidate("zero", 10.0, 9.0, useful=1.0)), {})
     lines = LayoutReport(close).lines()
-    assert "winner: ZeRO with even packs, 10 samples/s; runs today: yes" in lines
+    assert "winner: ZeRO with even packs, 10.0 samples/s; runs today: yes" in lines
     assert "equal within 3%: take the simplest, which is the winner; units 10.2" in lines
     assert not any(line.startswith(("best of those", "cannot", "today's")) for line in lines)
+
+
+def test_a_winner_by_hidden_communication_is_said_to_be_one():
+    hidden = LayoutAnswer((candidate("zero", 20.0, 12.0, useful=1.0), UNITS, PIPELINE), {})
+    assert "with no communication hidden: units 20.0, the winner 12.0" in LayoutReport(hidden).lines()
+    assert LayoutReport(hidden).to_record()["winner_unhidden"] == "units"
+    assert REPORT.to_record()["winner_unhidden"] == "units"
 
 
 def test_where_nothing_runs_today_it_is_said():
@@ -64,8 +71,8 @@ def test_the_table_fits_a_narrow_terminal():
     for part in REPORT.parts()[:1]:
         console.print(part)
     rows = [line.split() for line in console.export_text().splitlines()]
-    assert ["units", "20", "–", "2.00", "60.0", "no", "80%", "10%", "0%", "10%"] in rows
-    assert ["ZeRO", "15", "12", "1.50", "60.0", "yes", "60%", "10%", "20%", "10%"] in rows
+    assert ["units", "20.0", "–", "2.00", "60.0", "no", "80%", "10%", "0%", "10%"] in rows
+    assert ["ZeRO", "15.0", "12.0", "1.50", "60.0", "yes", "60%", "10%", "20%", "10%"] in rows
 
 
 def test_a_picture_and_a_record(tmp_path):
