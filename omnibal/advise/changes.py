@@ -17,9 +17,8 @@ from omnibal.advise.estimate import (
     Recipe,
     Scenario,
     Speedup,
-    refuse_impossible,
-    what_fits,
 )
+from omnibal.advise.fitting import refuse_impossible, what_fits
 from omnibal.advise.wait import Sharding
 from omnibal.data.limits import MOST, PackLimits
 from omnibal.errors import InfeasibleError, bytes_in_words

@@ -1,8 +1,8 @@
-"""What one recipe takes and holds, estimated on drawn steps; how much faster another is; and what would fit."""
+"""What one recipe takes and holds, estimated on drawn steps, and how much faster another is."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 
@@ -13,7 +13,6 @@ from omnibal.cluster import Cluster
 from omnibal.cost import FloatArray
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.errors import InfeasibleError, bytes_in_words
 from omnibal.profile.records import Level, ModelProfile
 
 CAUSES: Final = (
@@ -31,9 +30,6 @@ DEVIATIONS: Final = 2  # standard deviations of chance that an error spans: 19 o
 # of three; Hanley and Lippman-Hand, "If nothing goes wrong, is everything all right?", JAMA 1983.
 UNSEEN: Final = 3
 HEAD_ROOM: Final = 0.05  # share of a device's memory that stays free, as in PlanRequest
-SHARING_MORE: Final[tuple[Sharding, ...]] = ("ddp", "zero1", "zero2", "zero3")  # each holds less than the one before
-ADAPTERS: Final = "LoRA of rank 16"
-TOGETHER: Final = " together with "
 
 
 @dataclass(frozen=True)
@@ -240,64 +236,3 @@ class Speedup:
 
     def __str__(self) -> str:
         return f"{self.factor:.2f} ± {self.error:.2f}"
-
-
-def what_fits(now: Estimate) -> tuple[str, ...]:
-    """Changes that would make the present recipe fit, each by itself; where none does, several together.
-
-    Nothing where it fits already, and where not even all of them together would do.
-    """
-    if now.peaks[0] <= now.memory.budget_bytes:
-        return ()
-    scenario, kinds = now.scenario, _kinds(now)
-    adapted = None if scenario.adapted is None else replace(scenario, profile=scenario.adapted)
-    found = list[str]()
-    for kind in kinds:
-        fitting = (name for name, changed in kind if scenario.estimate(replace(now.recipe, **changed)).fits)
-        if name := next(fitting, None):
-            found.append(name)
-    if adapted is not None and adapted.estimate(now.recipe).fits:
-        found.append(ADAPTERS)
-    if found:
-        return tuple(found)
-    names, recipe = list[str](), now.recipe
-    for kind in kinds:  # all of one kind before any of the next
-        for name, changed in kind:
-            if scenario.estimate(replace(recipe, **changed)).fits:
-                return (TOGETHER.join([*names, name]),)
-        names, recipe = [*names, kind[-1][0]], replace(recipe, **kind[-1][1])
-    return (TOGETHER.join([*names, ADAPTERS]),) if adapted is not None and adapted.estimate(recipe).fits else ()
-
-
-def refuse_impossible(now: Estimate, helps: tuple[str, ...]) -> None:
-    """Refuse a recipe that could not have run: even its mean rank needs more than there is."""
-    memory, recipe, held = now.memory, now.recipe, int(now.peaks[1])
-    if now.peaks[1] <= memory.budget_bytes:
-        return
-    missing, before = (bytes_in_words(size) for size in (held - memory.budget_bytes, memory.state_bytes))
-    would = f"; what would fit: {', or '.join(helps)}" if helps else ""
-    raise InfeasibleError(
-        f"the present batch must fit a device's {bytes_in_words(memory.budget_bytes)}, got {bytes_in_words(held)} on "
-        f"the mean rank ({missing} too many, {before} of it before any sample); which is wrong: the batch of "
-        f"{recipe.batch}, {recipe.sharding}, recomputation {recipe.recompute!r}, what is frozen, the optimizer, or the "
-        f"cluster?{would}; --pipeline plans another way, --layouts weighs all"
-    )
-
-
-def _kinds(now: Estimate) -> list[list[tuple[str, dict[str, Any]]]]:
-    """Kinds of changes that take memory away, each from the smallest to the largest: in words, and as fields."""
-    recipe, batches, smaller = now.recipe, [], now.recipe
-    while smaller.batch % 2 == 0 and recipe.limits is None:
-        changed: dict[str, Any] = {"batch": smaller.batch // 2, "micro_batches": 2 * smaller.micro_batches}
-        smaller = replace(smaller, **changed)
-        batches.append((smaller.batch_text, changed))
-    sharding = recipe.sharding
-    more = SHARING_MORE[SHARING_MORE.index(sharding) + 1 :] if sharding in SHARING_MORE else ()
-    kinds: list[list[tuple[str, dict[str, Any]]]] = [
-        [("target_rows(model)", {"target_rows": True})]
-        if "head" in now.scenario.offered and not recipe.target_rows else [],
-        [("gradient checkpointing", {"recompute": "full"})] if recipe.recompute == "none" else [],
-        batches,
-        [(f"{other} in place of {sharding}", {"sharding": other}) for other in more],
-    ]  # fmt: skip
-    return [kind for kind in kinds if kind]

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Final, Literal
 from omnibal.advise.batches import Batching
 from omnibal.advise.changes import Advice, advise
 from omnibal.advise.estimate import Recipe, Scenario
+from omnibal.advise.fitting import check_weighable
 from omnibal.advise.measuring import MeasuredLengths, measure
 from omnibal.advise.models import Model, adapted_profile, read_model
 from omnibal.advise.paste import HOSTS
 from omnibal.advise.present import Present
-from omnibal.advise.tensor_costs import TensorCosts, check_weighable
 from omnibal.cluster import Cluster
 from omnibal.data.limits import MOST, PackLimits
 from omnibal.errors import ConfigError
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 LORA_RANK: Final = 16
 BATCH: Final = 1
 ACCUMULATION: Final = 8
+MEASURED: Final = "tensor ranks must have costs that are counted of the model, got costs of one device"
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,14 +119,20 @@ class Question:
         check_weighable(self.cluster, self.scenario.samples_per_step)
         if self.costs is not None:
             self.costs.check_matches(tensor_parallel=1)
-        return weigh_layouts(self.scenario, self.tensor_costs, report=report)
+        return weigh_layouts(self.scenario, self.tensor_profile, report=report)
 
-    @cached_property
-    def tensor_costs(self) -> TensorCosts:
-        """What layers cost where several devices share each of them."""
-        present, device = self.present, self.cluster.device
-        records = self.model.records if self.costs is None else None
-        return TensorCosts(records, device, frozen=present.frozen or (), lora_rank=present.lora or 0)
+    def tensor_profile(self, encoder: int, language: int) -> ModelProfile:
+        """Counted costs where so many devices share each layer of the encoder, and of the LLM.
+
+        Raises:
+            ConfigError: Costs are measured, or so many devices cannot share a layer.
+        """
+        if self.costs is not None:
+            raise ConfigError(MEASURED)
+        present, device, degrees = self.present, self.cluster.device, {"vision": encoder, "language": language}
+        if present.lora:
+            return adapted_profile(self.model.records, device, rank=present.lora, tensor_parallel=degrees)
+        return analytic_profile(self.model.records, device, frozen=present.frozen or (), tensor_parallel=degrees)
 
     @cached_property
     def recipe(self) -> Recipe:

@@ -141,15 +141,15 @@ def advise(
 
 def _weigh(question: Question, today: Estimate) -> LayoutReport:
     """The layouts, beside today's recipe."""
-    from omnibal.advise.tensor_costs import degrees_that_fit
+    from omnibal.advise.fitting import degrees_that_fit
     from omnibal.report.layouts import LayoutReport
 
     with working("weighing layouts") as said:
         found = question.layouts(said)
     rate = question.cluster.num_devices / float(today.sample_seconds.mean())
     runs = today.peaks[1] <= today.memory.budget_bytes
-    would_fit = degrees_that_fit(today, question.tensor_costs)
-    return LayoutReport.of(found, question.scenario, question.tensor_costs, rate if runs else None, would_fit)
+    would_fit = degrees_that_fit(today, question.tensor_profile)
+    return LayoutReport(found, question.scenario, rate if runs else None, would_fit)
 
 
 def _check_plot(plot: Path | None) -> None:

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from omnibal.advise.estimate import Scenario
-from omnibal.advise.layouts import KINDS, Candidate, Kind, weigh_layouts
+from omnibal.advise.fitting import check_weighable
+from omnibal.advise.layouts import KINDS, Kind, WeighedLayout, weigh_layouts
 from omnibal.advise.paste import STAGES, propose
-from omnibal.advise.tensor_costs import TensorCosts, check_weighable
+from omnibal.advise.question import MEASURED
 from omnibal.cli.plan_report import STEPS
 from omnibal.cli.planning import present_plan, real_packs
 from omnibal.config import dtype_of
 from omnibal.errors import ConfigError
 from omnibal.planner import PlanRequest
 from omnibal.planner.prediction import Variant
+from omnibal.profile.counted import analytic_profile
+from omnibal.profile.records import ModelProfile
 from omnibal.report.layouts import LayoutReport
 from omnibal.workspace import Workspace
 
@@ -44,16 +47,21 @@ class WeighedLayouts:
         if not any(layer.kind == "head" and "vocab" in layer.sizes for layer in profile.layers):
             raise ConfigError("profile must have a head of a known vocabulary for --layout, got none; make it again")
         is_counted = not profile.versions and workspace.files is not None and section.model.path is not None
-        costs = TensorCosts(
-            workspace.records if is_counted else None, request.cluster.device, dtype_of(workspace.config),
-            section.model.frozen,
-        )  # fmt: skip
+
+        def profiles(encoder: int, language: int) -> ModelProfile:
+            if not is_counted:
+                raise ConfigError(MEASURED)
+            return analytic_profile(
+                workspace.records, request.cluster.device, dtype=dtype_of(workspace.config),
+                frozen=section.model.frozen, tensor_parallel={"vision": encoder, "language": language},
+            )  # fmt: skip
+
         scenario = Scenario(
             lengths, profile, request.cluster, request.global_batch, spares_rows=lengths.target_tokens is not None
         )
         with workspace.working("weighing layouts") as said:
-            answer = weigh_layouts(scenario, costs, kinds=WEIGHED[choice], report=said)
-        return cls(workspace, scenario, LayoutReport.of(answer, scenario, costs, _present_rate(workspace)))
+            answer = weigh_layouts(scenario, profiles, kinds=WEIGHED[choice], report=said)
+        return cls(workspace, scenario, LayoutReport(answer, scenario, _present_rate(workspace)))
 
     @property
     def is_pipeline(self) -> bool:
@@ -87,7 +95,7 @@ class WeighedLayouts:
             "limits": self._limits(today) if told and today else None,
         }
 
-    def _keys(self, found: Candidate) -> dict[str, Any]:
+    def _keys(self, found: WeighedLayout) -> dict[str, Any]:
         assert found.recipe is not None, "the caller asks for data parallelism alone"
         return {
             "zero_optimization": {"stage": STAGES[found.recipe.sharding]},
@@ -95,7 +103,7 @@ class WeighedLayouts:
             "gradient_accumulation_steps": found.micro_batches,
         }
 
-    def _limits(self, found: Candidate) -> dict[str, int]:
+    def _limits(self, found: WeighedLayout) -> dict[str, int]:
         assert found.recipe is not None, "the caller asks for data parallelism alone"
         lengths = self.scenario.lengths
         limits = propose(self.scenario.estimate(found.recipe), lengths, num_samples=len(lengths)).limits

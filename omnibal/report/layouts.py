@@ -11,8 +11,9 @@ from typing import Any, Final
 from rich.table import Table
 
 from omnibal.advise.estimate import Scenario
-from omnibal.advise.layouts import EQUAL, KINDS, Candidate, Kind, LayoutAnswer
-from omnibal.advise.tensor_costs import TensorCosts
+from omnibal.advise.layout_ranking import DEGREES
+from omnibal.advise.layouts import EQUAL, KINDS, Kind, LayoutAnswer, WeighedLayout
+from omnibal.advise.memory import USUAL
 from omnibal.errors import bytes_in_words
 from omnibal.report.style import (
     BLUE,
@@ -49,26 +50,26 @@ class LayoutReport:
     """An answer, with what is said beside it."""
 
     answer: LayoutAnswer
+    scenario: Scenario
     today: float | None = None
     """Samples a second today; None where nothing runs."""
-    left_out: Sequence[str] = ()
-    """What was not weighed, and why."""
     would_fit: Sequence[str] = ()
     """How many devices would have to share a sample for today's recipe to fit."""
 
-    @classmethod
-    def of(
-        cls, answer: LayoutAnswer, scenario: Scenario, costs: TensorCosts, today: float | None = None,
-        would_fit: Sequence[str] = (),
-    ) -> LayoutReport:  # fmt: skip
-        """With what the scenario and its costs leave out."""
-        left_out = costs.left_out(scenario.cluster)
-        if scenario.precision.optimizer != type(scenario.precision)().optimizer:
-            left_out.append("today's optimizer in all kinds but ZeRO: AdamW is counted there")
-        return cls(answer, today, left_out, would_fit)
+    @property
+    def not_weighed(self) -> list[str]:
+        """What is left out, and why."""
+        found, cluster, precision = list(self.answer.refused), self.scenario.cluster, self.scenario.precision
+        kinds = {each.kind for each in self.answer.candidates} | self.answer.missing_bytes.keys()
+        across = [str(degree) for degree in DEGREES if degree > cluster.devices_per_node]
+        if across and kinds & {"tensor", "spread", "units"}:
+            found.append(f"{', '.join(across)} tensor ranks would cross nodes of {cluster.devices_per_node}")
+        if precision != USUAL:
+            found.append("the optimizer and precision of today count for ZeRO alone, those of pipelines are AdamW's")
+        return found
 
     @cached_property
-    def runner_up(self) -> Candidate | None:
+    def runner_up(self) -> WeighedLayout | None:
         """The fastest of all but the winner."""
         return next((each for each in self.answer.candidates if each is not self.answer.winner), None)
 
@@ -102,7 +103,7 @@ class LayoutReport:
         elif today is not winner:
             found.append(f"best of those that run today: {self._compared(today)}")
         found += [f"cannot be: {KINDS[kind]}: {_lacking(missing)}" for kind, missing in answer.missing_bytes.items()]
-        found += [f"not weighed: {line}" for line in self.left_out]
+        found += [f"not weighed: {line}" for line in self.not_weighed]
         if self.would_fit:
             ways = ", or ".join(self.would_fit)
             found.append(f"today's fullest micro-batch would fit with {ways}, which omnibal does not run yet")
@@ -126,7 +127,7 @@ class LayoutReport:
             "runner_up": None if self.runner_up is None else self.runner_up.kind,
             "winner_today": None if runs is None else runs.kind,
             "missing_bytes": dict(answer.missing_bytes),
-            "not_weighed": list(self.left_out),
+            "not_weighed": list(self.not_weighed),
             "would_fit": list(self.would_fit),
         }  # fmt: skip
 
@@ -171,15 +172,15 @@ class LayoutReport:
             axes.set_title("Where the time goes, and samples a second", loc="left")
             legend_below(figure, axes)
 
-    def _openly(self) -> Candidate:
+    def _openly(self) -> WeighedLayout:
         """What would win if nothing of ZeRO's communication hid behind computation."""
         best = max(self.answer.candidates, key=_unhidden)
         return best if _unhidden(best) > _unhidden(self.answer.winner) * (1 + EQUAL) else self.answer.winner
 
-    def _times_today(self, each: Candidate) -> float | None:
+    def _times_today(self, each: WeighedLayout) -> float | None:
         return None if self.today is None else each.samples_per_second / self.today
 
-    def _compared(self, other: Candidate) -> str:
+    def _compared(self, other: WeighedLayout) -> str:
         """How another layout compares with the winner, and which causes make most of the difference."""
         winner = self.answer.winner
         ratio = other.samples_per_second / winner.samples_per_second
@@ -196,12 +197,12 @@ class LayoutReport:
         )
 
 
-def causes_of(found: Candidate) -> dict[str, float]:
+def causes_of(found: WeighedLayout) -> dict[str, float]:
     """Shares of the devices' time by the causes that all kinds have."""
     return {cause: sum(found.shares.get(name, 0.0) for name in names) for cause, names in CAUSES.items()}
 
 
-def _unhidden(found: Candidate) -> float:
+def _unhidden(found: WeighedLayout) -> float:
     return found.unhidden_samples_per_second or found.samples_per_second
 
 
@@ -209,11 +210,11 @@ def _rate(samples_per_second: float) -> str:
     return f"{samples_per_second:,.{0 if samples_per_second >= 1000 else 1}f}"
 
 
-def _batches(found: Candidate) -> str:
+def _batches(found: WeighedLayout) -> str:
     return f"{found.micro_batches:,} micro-batch{'es' * (found.micro_batches != 1)}"
 
 
-def _runs(found: Candidate) -> str:
+def _runs(found: WeighedLayout) -> str:
     return f"runs today: {'yes' if found.runs_today else 'no'}"
 
 

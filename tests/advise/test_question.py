@@ -130,3 +130,21 @@ def test_answers_are_cut_first(tmp_path):
     SampleLengths([0] * 3, [400, 600, 900], target_tokens=[300, 300, 300]).save(tmp_path)
     found = measure([tmp_path], read_model("Qwen2.5-VL-7B"), replace(PRESENT, cutoff=500))
     assert found.lengths.target_tokens.tolist() == [300, 200, 0]
+
+
+def test_costs_of_tensor_ranks_know_frozen_parts_and_adapters(lists):
+    whole, frozen, adapted = (
+        Question.read(lists, EIGHT, replace(PRESENT, **trained), model=NAME).tensor_profile(1, 2)
+        for trained in ({}, {"frozen": ("vision",)}, {"lora": 16})
+    )
+    assert frozen.frozen_front > 0 == whole.frozen_front
+    assert adapted.adapter_parameters and not whole.adapter_parameters
+    assert adapted.tensor_parallel == whole.tensor_parallel == {"vision": 1, "language": 2}
+    gradients = [sum(layer.gradient_bytes for layer in costs.layers) for costs in (adapted, whole)]
+    assert gradients[0] < 0.05 * gradients[1]
+
+
+def test_measured_costs_leave_tensor_ranks_out(lists):
+    question = Question.read(lists, EIGHT, PRESENT, model=NAME, costs=COUNTED)
+    with pytest.raises(ConfigError, match="counted of the model, got costs of one device"):
+        question.tensor_profile(1, 2)

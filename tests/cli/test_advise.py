@@ -107,7 +107,7 @@ def test_layouts_are_one_table_behind_todays_answer(omnibal, lengths, tmp_path):
     kinds = [each["kind"] for each in layouts["candidates"]]
     assert {*kinds, *layouts["missing_bytes"]} == {"zero", "rearranged", "pipeline", "tensor", "spread", "units"}
     assert layouts["winner"] in kinds and layouts["winner_today"] in ("zero", "rearranged", "pipeline")
-    assert "4, 8 tensor ranks: they would cross nodes of 2" in layouts["not_weighed"]
+    assert "4, 8 tensor ranks would cross nodes of 2" in layouts["not_weighed"]
     rate = layouts["candidates"][0]["samples_per_second"]
     today = 2 / record["today"]["sample_seconds"]
     assert layouts["candidates"][0]["times_today"] == pytest.approx(rate / today)

@@ -1,16 +1,27 @@
+from dataclasses import replace
+
 import pytest
 from rich.console import Console
 
-from omnibal.advise.estimate import Recipe
-from omnibal.advise.layouts import Candidate, LayoutAnswer
+from omnibal.advise.estimate import Recipe, Scenario
+from omnibal.advise.layouts import LayoutAnswer, WeighedLayout
+from omnibal.advise.memory import TrainingPrecision
+from omnibal.advise.models import Model
+from omnibal.cluster import Cluster
+from omnibal.data.lengths import SampleLengths
+from omnibal.profile.counted import analytic_profile
 from omnibal.report.layouts import LayoutReport, causes_of
 
 GIB = 2**30
+MACHINES = Cluster.parse("2x4xA100-80GB")
+SCENARIO = Scenario(
+    SampleLengths([1], [300]), analytic_profile(Model.known("InternVL3-1B").records, MACHINES.device), MACHINES, 8
+)
 
 
 def candidate(kind, rate, unhidden=None, **shares):
     recipe = Recipe("zero3", "even") if unhidden else None
-    return Candidate(
+    return WeighedLayout(
         kind=kind, layout=f"the {kind} layout", samples_per_second=rate, peak_bytes=60 * GIB, micro_batches=4,
         shares=shares, unhidden_samples_per_second=unhidden, recipe=recipe,
     )  # fmt: skip
@@ -19,8 +30,8 @@ def candidate(kind, rate, unhidden=None, **shares):
 UNITS = candidate("units", 20.0, useful=0.8, **{"tensor ranks": 0.1, "bubbles, transfers, sums of gradients": 0.1})
 PIPELINE = candidate("pipeline", 16.0, useful=0.64, **{"bubbles, transfers, sums of gradients": 0.36})
 ZERO = candidate("zero", 15.0, 12.0, useful=0.6, waits=0.1, recomputation=0.2, communication=0.1)
-ANSWER = LayoutAnswer((UNITS, PIPELINE, ZERO), {"spread": 3 * GIB, "tensor": 0})
-REPORT = LayoutReport(ANSWER, 10.0, ["8 tensor ranks: why"], ["2 tensor ranks", "sequence parallelism of degree 4"])
+ANSWER = LayoutAnswer((UNITS, PIPELINE, ZERO), {"spread": 3 * GIB, "tensor": 0}, ("the heads 6, got 4",))
+REPORT = LayoutReport(ANSWER, SCENARIO, 10.0, ["2 tensor ranks", "sequence parallelism of degree 4"])
 
 
 def test_lines_say_winner_runner_up_and_why():
@@ -33,7 +44,8 @@ def test_lines_say_winner_runner_up_and_why():
         "cannot be: the ViT on all devices, the LLM in a pipeline: the fullest device lacks 3.00 GiB at least",
         "cannot be: one pipeline with tensor ranks in its stages: these devices, costs and samples of a step have no "
         "such layout",
-        "not weighed: 8 tensor ranks: why",
+        "not weighed: the heads 6, got 4",
+        "not weighed: 8 tensor ranks would cross nodes of 4",
         "today's fullest micro-batch would fit with 2 tensor ranks, or sequence parallelism of degree 4, which omnibal "
         "does not run yet",
     ]
@@ -41,7 +53,7 @@ def test_lines_say_winner_runner_up_and_why():
 
 def test_the_simplest_of_equals_wins_and_the_lines_say_so():
     close = LayoutAnswer((candidate("units", 10.2, useful=1.0), candidate("zero", 10.0, 9.0, useful=1.0)), {})
-    lines = LayoutReport(close).lines()
+    lines = LayoutReport(close, SCENARIO).lines()
     assert "winner: ZeRO with even packs, 10.0 samples/s; runs today: yes" in lines
     assert "equal within 3%: take the simplest, which is the winner; units 10.2" in lines
     assert not any(line.startswith(("best of those", "cannot", "today's")) for line in lines)
@@ -49,15 +61,22 @@ def test_the_simplest_of_equals_wins_and_the_lines_say_so():
 
 def test_a_winner_by_hidden_communication_is_said_to_be_one():
     hidden = LayoutAnswer((candidate("zero", 20.0, 12.0, useful=1.0), UNITS, PIPELINE), {})
-    assert "with no communication hidden: units 20.0, the winner 12.0" in LayoutReport(hidden).lines()
-    assert LayoutReport(hidden).to_record()["winner_unhidden"] == "units"
+    assert "with no communication hidden: units 20.0, the winner 12.0" in LayoutReport(hidden, SCENARIO).lines()
+    assert LayoutReport(hidden, SCENARIO).to_record()["winner_unhidden"] == "units"
     assert REPORT.to_record()["winner_unhidden"] == "units"
 
 
 def test_where_nothing_runs_today_it_is_said():
-    lines = LayoutReport(LayoutAnswer((UNITS,), {"zero": GIB})).lines()
+    lines = LayoutReport(LayoutAnswer((UNITS,), {"zero": GIB}), SCENARIO).lines()
     assert "runs today: none of these" in lines
     assert not any(line.startswith("runner-up") for line in lines)
+
+
+def test_what_the_precision_of_today_counts_for_is_said():
+    other = replace(SCENARIO, precision=TrainingPrecision(pure=True))
+    assert any("count for ZeRO alone" in line for line in replace(REPORT, scenario=other).not_weighed)
+    alone = LayoutReport(LayoutAnswer((ZERO,), {}), SCENARIO)
+    assert alone.not_weighed == []
 
 
 def test_causes_are_alike_for_all_kinds():
