@@ -52,7 +52,7 @@ def plan(
     num_stages: StagesOption = None,
     layout: Annotated[
         LayoutChoice,
-        typer.Option(help="Weigh other layouts first, or all (auto), and plan where a pipeline wins; see docs."),
+        typer.Option(help="Weigh other layouts first, or all (auto), and plan where a pipeline wins: docs/layouts.md."),
     ] = "pipeline",
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure layers on this machine in place of counting what they cost.")
