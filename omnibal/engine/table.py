@@ -8,7 +8,7 @@ tensors by `omnibal.engine.transfers`.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any, ClassVar, cast
 
 import torch
@@ -19,8 +19,9 @@ from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
+from omnibal.engine.grid import pairs_below
 from omnibal.engine.reduction import exchange_of, sums_of
-from omnibal.engine.transfers import DESCRIPTION, Receiver, Sender, Shape, describe, new_link, read_description
+from omnibal.engine.transfers import DESCRIPTION, Fan, Receiver, Sender, Shape, describe, new_link, read_description
 from omnibal.errors import ConfigError
 from omnibal.pipeline.schedule import Instruction, Operation, Schedule
 from omnibal.ranks.agreement import hosts_of, unreachable
@@ -45,7 +46,7 @@ class TableSchedule(deepspeed_schedule.PipeSchedule):
     """One stage of a schedule table: its entries one after another, then the instructions that end a step."""
 
     def __init__(self, table: Schedule, stage: int) -> None:
-        super().__init__(micro_batches=table.micro_batches, stages=table.num_stages, stage_id=stage)
+        super().__init__(micro_batches=table.micro_batches_of(stage), stages=table.num_stages, stage_id=stage)
         self._entries: tuple[Instruction, ...] = table.stages[stage]
 
     def steps(self) -> Iterator[list[Any]]:
@@ -123,11 +124,12 @@ class TableEngine(PipelineEngine):
         self._forwards_left = self._backwards_left = 0
         self._losses: dict[int, Tensor] = {}
         self._counts_received: PackCounts | None = None
-        self._awaited: deque[list[Shape]] = deque()  # of sent outputs, whose gradients no receive is posted for yet
+        # Micro-batches and shapes of sent outputs, whose gradients no receive is posted for yet.
+        self._awaited: deque[tuple[int, list[Shape]]] = deque()
         self._senders: list[Sender] = []
         if table is not None and self.table is not None:
             self._in_flight = table.in_flight[self.stage_id]
-            self._in_flight_before = table.in_flight[max(self.stage_id - 1, 0)]
+            self._in_flight_before = _in_flight_before(table, self.stage_id)
             self._first_gradient_before = _behind_first_gradient(self.table.blocking[self.stage_id])
             defer_linears(self.module, self.weight_gradients)
             self._open_links()
@@ -234,25 +236,30 @@ class TableEngine(PipelineEngine):
 
     def _open_links(self) -> None:
         layout = self.module.layout
-        # Links below even stages, then below odd ones: no process is in two pairs of a kind, as new_link demands.
+        behind: list[tuple[Sender, Receiver]] = []
+        before: list[tuple[Receiver, Sender]] = []
+        # Links below even stages, then below odd ones, and of either in rounds where replicas differ: no process is in
+        # two pairs of a round, as new_link demands.
         for kind in range(min(2, self.num_stages - 1)):
-            pairs = [
-                (layout.rank(stage, replica), layout.rank(stage + 1, replica))
-                for stage in range(kind, self.num_stages - 1, 2)
-                for replica in range(layout.num_replicas)
-            ]
-            down, up = new_link(pairs, self.device), new_link(pairs, self.device)
-            own = next((pair for pair in pairs if self.global_rank in pair), None)
-            if own is None:
-                continue
-            assert down and up, "this process is in a pair"
-            upper, lower = own
-            if self.global_rank == upper:
-                self._activations_out, self._gradients_in = Sender(down, lower), Receiver(up, lower, self.device)
-                self._senders.append(self._activations_out)
-            else:
-                self._activations_in, self._gradients_out = Receiver(down, upper, self.device), Sender(up, upper)
-                self._senders.append(self._gradients_out)
+            of_stages = [pairs_below(layout, stage) for stage in range(kind, self.num_stages - 1, 2)]
+            for of_round in zip_longest(*of_stages, fillvalue=[]):
+                pairs = [pair for of_stage in of_round for pair in of_stage]
+                down, up = new_link(pairs, self.device), new_link(pairs, self.device)
+                own = next((pair for pair in pairs if self.global_rank in pair), None)
+                if own is None:
+                    continue
+                assert down and up, "this process is in a pair"
+                upper, lower = own
+                if self.global_rank == upper:
+                    behind.append((Sender(down, lower), Receiver(up, lower, self.device)))
+                    self._senders.append(behind[-1][0])
+                else:
+                    before.append((Receiver(down, upper, self.device), Sender(up, upper)))
+                    self._senders.append(before[-1][1])
+        if behind:
+            self._activations_out, self._gradients_in = (Fan(ends) for ends in zip(*behind, strict=True))
+        if before:
+            self._activations_in, self._gradients_out = (Fan(ends) for ends in zip(*before, strict=True))
 
     def _try_links(self) -> None:
         """Send something by every link, so that a pair that cannot communicate fails here and not in a step."""
@@ -268,13 +275,17 @@ class TableEngine(PipelineEngine):
         """One token runs down the stages, and one up."""
         token = torch.ones(1, device=self.device)
         if not self.is_first_stage():
-            self._activations_in.take_described()
+            for receiver in self._activations_in.ends:
+                receiver.take_described()
         if not self.is_last_stage():
-            self._activations_out.send_described(0, [token])
-            self._gradients_in.expect([(token.dtype, tuple(token.shape))])
-            self._gradients_in.take()
+            for sender in self._activations_out.ends:
+                sender.send_described(0, [token])
+            for receiver in self._gradients_in.ends:
+                receiver.expect([(token.dtype, tuple(token.shape))])
+                receiver.take()
         if not self.is_first_stage():
-            self._gradients_out.send(0, [token])
+            for sender in self._gradients_out.ends:
+                sender.send(0, [token])
         for sender in self._senders:
             sender.settle(0)
         get_accelerator().synchronize()
@@ -292,11 +303,11 @@ class TableEngine(PipelineEngine):
         if not self._runs_backward:
             # A frozen stage has no backward pass that holds it back. It waits until the next stage has received all but
             # as many micro-batches as would be in flight, or outputs would pile up.
-            self._activations_out.settle(micro_batch - self._in_flight)
+            _settle(self._activations_out, micro_batch - self._in_flight)
         if self.is_first_stage() or self.is_last_stage():  # inputs for the first one, labels for the last
             self._exec_load_micro_batch(micro_batch)
         if not self.is_first_stage():
-            received = self._activations_in.take_described()
+            received = self._activations_in[micro_batch].take_described()
             self._require_gradients(received)
             self.pipe_buffers["inputs"][micro_batch] = received
         self._exec_forward_pass(micro_batch)
@@ -306,9 +317,9 @@ class TableEngine(PipelineEngine):
             if self._first_gradient_before == (Operation.SEND_ACTIVATION, micro_batch):
                 self._expect_gradients()  # the step's first: the blocking order receives it before this send
             outputs = self.pipe_buffers["outputs"][micro_batch]
-            self._activations_out.send_described(micro_batch, outputs)
+            self._activations_out[micro_batch].send_described(micro_batch, outputs)
             if self._runs_backward:
-                self._awaited.append([(tensor.dtype, tuple(tensor.shape)) for tensor in floats_of(outputs)])
+                self._awaited.append((micro_batch, [(each.dtype, tuple(each.shape)) for each in floats_of(outputs)]))
             else:
                 self._free(micro_batch)
 
@@ -318,24 +329,36 @@ class TableEngine(PipelineEngine):
         else:
             self._expect_gradients()  # does nothing if the last backward pass has posted the receive
             # PipelineEngine._exec_backward_pass runs backward from pipe_buffers["outputs"] with these.
-            self.grad_layer = self._gradients_in.take()
-            self._activations_out.settle(micro_batch)  # its gradient has come back, so it has been received
+            self.grad_layer = self._gradients_in[micro_batch].take()
+            self._activations_out[micro_batch].settle(micro_batch)  # its gradient has come back: it has been received
             self._expect_gradients()  # the next micro-batch's
         self.weight_gradients.micro_batch = micro_batch
         self._exec_backward_pass(micro_batch)
         if self._sends_gradients:
             # What was received are leaves that require gradients (_require_gradients): backward has filled their grad.
             gradients = [tensor.grad for tensor in floats_of(self.pipe_buffers["inputs"][micro_batch])]
-            self._gradients_out.send(micro_batch, cast(list[Tensor], gradients))
+            self._gradients_out[micro_batch].send(micro_batch, cast(list[Tensor], gradients))
             # The stage before has at most _in_flight_before micro-batches in flight: it has received the gradients of
             # earlier ones, or it could not have sent this micro-batch.
-            self._gradients_out.settle(micro_batch - self._in_flight_before)
+            _settle(self._gradients_out, micro_batch - self._in_flight_before)
         self._free(micro_batch)
 
     def _expect_gradients(self) -> None:
         """Post the receive of the next gradients, if their micro-batch has been sent and no receive is posted."""
-        if self._awaited and self._gradients_in.is_idle:
-            self._gradients_in.expect(self._awaited.popleft())
+        if self._awaited and all(receiver.is_idle for receiver in self._gradients_in.ends):
+            micro_batch, shapes = self._awaited.popleft()
+            self._gradients_in[micro_batch].expect(shapes)
+
+
+def _settle(fan: Fan[Sender], micro_batch: int) -> None:
+    for sender in fan.ends:
+        sender.settle(micro_batch)
+
+
+def _in_flight_before(table: Schedule, stage: int) -> int:
+    """The most micro-batches in flight on the stage before, in micro-batches of a replica of this one."""
+    before = max(stage - 1, 0)
+    return -(-table.in_flight[before] * table.micro_batches_of(stage) // table.micro_batches_of(before))
 
 
 def _behind_first_gradient(order: Sequence[Instruction]) -> Instruction | None:

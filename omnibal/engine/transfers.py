@@ -2,11 +2,12 @@
 
 Each pair of neighbours has a link for activations (down) and one for gradients (up). An activation goes as a
 description, then its tensors; a gradient goes without one, since its receiver has sent tensors of these shapes.
+A process whose neighbouring stage has more replicas than its own has a `Fan` of links to them.
 """
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -121,6 +122,20 @@ class Receiver:
             (dist.irecv(buffer, self._peer, group=self._link.group(buffer)) if buffer.numel() else None, buffer)
             for buffer in buffers
         ]
+
+
+End = TypeVar("End", bound=Sender | Receiver)
+
+
+class Fan(Generic[End]):
+    """The ends of one direction, one for each neighbour that shares this process's micro-batches, in their order."""
+
+    def __init__(self, ends: Sequence[End]) -> None:
+        self.ends = ends
+
+    def __getitem__(self, micro_batch: int) -> End:
+        """The end of a micro-batch: neighbours take them in turns."""
+        return self.ends[micro_batch % len(self.ends)]
 
 
 def _finish(coming: Iterable[tuple[Any, Tensor]]) -> tuple[Tensor, ...]:

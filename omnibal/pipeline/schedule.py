@@ -6,7 +6,7 @@ Letters: ``F`` forward; ``B`` backward to the inputs; ``W`` backward to the weig
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -58,11 +58,13 @@ class Schedule:
 
     Args:
         stages: For each stage its (operation, micro-batch) pairs in the order in which it runs them.
-        micro_batches: Micro-batches per step.
+        micro_batches: Micro-batches per step; of a replica of the last stage where stages have replicas of their own.
+        replicas: Of each stage, where they differ (`omnibal.pipeline.units`); empty where they do not. A stage numbers
+            the micro-batches of its own replica: one with half as many replicas runs twice as many.
 
     Raises:
         ConfigError: A stage does not run each micro-batch's ``F``, then ``BW`` or ``B`` and ``W``, exactly once; the
-            first stages may run ``F`` alone (:meth:`with_frozen_front`).
+            first stages may run ``F`` alone (:meth:`with_frozen_front`). Replicas do not share the step alike.
 
     Example:
         >>> print(one_f_one_b(num_stages=2, micro_batches=3))
@@ -72,6 +74,7 @@ class Schedule:
 
     stages: tuple[tuple[Instruction, ...], ...]
     micro_batches: int
+    replicas: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.stages or self.micro_batches < 1:
@@ -80,8 +83,26 @@ class Schedule:
             )
         tables = tuple(tuple(Instruction(Operation(kind), m) for kind, m in stage) for stage in self.stages)
         object.__setattr__(self, "stages", tables)
+        self._check_replicas()
         for stage, instructions in enumerate(tables):
-            _check_stage(stage, instructions, self.micro_batches, _RUNS[stage < self.frozen_stages])
+            _check_stage(stage, instructions, self.micro_batches_of(stage), _RUNS[stage < self.frozen_stages])
+
+    def _check_replicas(self) -> None:
+        if not self.replicas:
+            return
+        if len(self.replicas) != self.num_stages or min(self.replicas) < 1:
+            raise ConfigError(
+                f"replicas must be a positive number for each of {self.num_stages} stages, got {self.replicas}"
+            )
+        step = self.micro_batches * self.replicas[-1]
+        if any(step % replicas for replicas in self.replicas):
+            raise ConfigError(
+                f"replicas of each stage must divide the step's {step} micro-batches, got {self.replicas}"
+            )
+
+    def micro_batches_of(self, stage: int) -> int:
+        """Micro-batches per step of one replica of a stage."""
+        return self.micro_batches * self.replicas[-1] // self.replicas[stage] if self.replicas else self.micro_batches
 
     def __str__(self) -> str:
         return "\n".join(" ".join(f"{i.operation.name}{i.micro_batch}" for i in stage) for stage in self.stages)
@@ -111,7 +132,7 @@ class Schedule:
     def _with_frozen_fronts(self) -> tuple[Schedule, ...]:
         # Entry n has n frozen stages. The last stage computes the loss, so it is never among them.
         forwards = tuple(tuple(i for i in stage if i.operation == Operation.F) for stage in self.stages)
-        return tuple(Schedule(forwards[:n] + self.stages[n:], self.micro_batches) for n in range(self.num_stages))
+        return tuple(replace(self, stages=forwards[:n] + self.stages[n:]) for n in range(self.num_stages))
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
@@ -141,11 +162,19 @@ class Schedule:
 
     @cached_property
     def table(self) -> Table:
-        return as_table(self.stages)
+        return self._as_table(self.stages)
 
     @cached_property
     def blocking_table(self) -> Table:
-        return as_table(self.blocking)
+        return self._as_table(self.blocking)
+
+    def _as_table(self, stages: Sequence[Sequence[Instruction]]) -> Table:
+        # A table has a row for each stage, and its micro-batches one number on all of them.
+        if len(set(self.replicas)) > 1:
+            raise ConfigError(
+                f"replicas must be as many on every stage of a table, got {self.replicas}; simulate_units takes others"
+            )
+        return as_table(stages)
 
 
 @lru_cache(maxsize=64)
@@ -269,8 +298,9 @@ def _with_transfers(schedule: Schedule, stage: int) -> tuple[Instruction, ...]:
     own, is_last = schedule.stages[stage], stage == schedule.num_stages - 1
     trains_before = stage > schedule.frozen_stages  # otherwise no stage before this one waits for a gradient
     # Where the next stage runs each forward (True) and each backward pass (False): it decides where this stage has both
-    # an activation to send and a gradient to receive.
+    # an activation to send and a gradient to receive. Replicas of a stage run alike, so those of the first one say it.
     behind = () if is_last else enumerate(schedule.stages[stage + 1])
+    ratio = (1, 1) if is_last or not schedule.replicas else schedule.replicas[stage : stage + 2]
     order = {(e.operation == Operation.F, e.micro_batch): at for at, e in behind if e.operation != Operation.W}
     result: list[Instruction] = []
     for done, coming in pairwise((None, *own, None)):
@@ -286,7 +316,9 @@ def _with_transfers(schedule: Schedule, stage: int) -> tuple[Instruction, ...]:
             transfers.append(Instruction(Operation.RECEIVE_GRADIENT, coming.micro_batch))
         match transfers:
             case [(Operation.SEND_ACTIVATION, sent), (Operation.RECEIVE_GRADIENT, received)]:
-                if order[False, received] < order[True, sent]:
+                # Micro-batch m of the first replica has the number n = m · replicas, on the next stage n // replicas.
+                of_next = [own_number * ratio[0] // ratio[1] for own_number in (received, sent)]
+                if order[False, of_next[0]] < order[True, of_next[1]]:
                     transfers.reverse()
         result += [*transfers, *([] if coming is None else [coming])]
     return tuple(result)

@@ -90,6 +90,29 @@ def encoder_schedule(layout: Layout, micro_batches: int) -> Schedule:
     return Schedule(tuple(stage_order(depth, own) for depth in depths), own)
 
 
+def unit_schedule(layout: Layout, micro_batches: int, schedule: ScheduleName) -> Schedule:
+    """What all stages run in one step of units, each the micro-batches of its own replica.
+
+    Args:
+        layout: ``layout.encoder`` has devices of its own.
+        micro_batches: Of a replica of the LLM.
+        schedule: What the LLM's stages run; the encoder's run `encoder_schedule`.
+
+    Raises:
+        ConfigError: Neither number of replicas divides the other, or the encoder's cannot share the step alike.
+
+    Example:
+        >>> from omnibal.cluster import Encoder
+        >>> print(unit_schedule(Layout(2, 2, encoder=Encoder(num_stages=1, num_replicas=1)), 2, "1f1b"))
+        F0 F1 F2 BW0 F3 BW1 BW2 BW3
+        F0 BW0 F1 BW1
+    """
+    encoder = encoder_schedule(layout, micro_batches)
+    behind = SCHEDULES[schedule](layout.num_stages - encoder.num_stages, micro_batches)
+    replicas = tuple(layout.shape(stage)[0] for stage in range(layout.num_stages))
+    return Schedule(encoder.stages + behind.stages, micro_batches, replicas)
+
+
 def simulate_units(
     profile: ModelProfile,
     partition: Partition,

@@ -98,33 +98,36 @@ class RecordedEngine(OmnibalEngine):
 def record(plan, *, forward_only=False, steps=2, engine_class=RecordedEngine, frozen_stages=0):
     """What each process starts in a few steps under a plan's table, or under DeepSpeed's own 1F1B."""
     # DeepSpeed sends descriptions through the device, which must then have values; ours are the host's.
+    layout = getattr(plan, "layout", None) or Layout(plan.num_stages)
     network = Network("cpu" if plan.schedule == "1f1b" or forward_only else "meta")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PipelineEngine, "__init__", _bare(network, plan, frozen_stages))
+        patch.setattr(PipelineEngine, "__init__", _bare(network, plan, layout, frozen_stages))
         patch.setattr(transfers, "dist", network)
         patch.setattr(transfers, "gloo_group", lambda world: GLOO)
         patch.setattr(p2p, "send", network.send)
         patch.setattr(p2p, "recv", network.recv)
         programs = []
-        for stage in range(plan.num_stages):
-            network.enter(stage)
+        for rank in range(layout.num_devices):  # those of earlier stages go before
+            network.enter(rank)
             engine = engine_class(resolved=SimpleNamespace(section=OmnibalSection()), plan=plan, loader=None)
             for _ in range(steps):
-                micro_batches = plan.micro_batches
+                micro_batches = engine.micro_batches
                 made = engine._inference_schedule(micro_batches) if forward_only else engine._train_schedule()
                 engine._exec_schedule(made)
             programs.append(network.program)
         return programs
 
 
-def _bare(network, plan, frozen_stages):
+def _bare(network, plan, layout, frozen_stages):
     """In the place of DeepSpeed's constructor: what its instructions ask the engine for."""
 
     def initialize(engine):
         nn.Module.__init__(engine)
         module = nn.Module()
         module.frozen_stages = frozen_stages
-        module.layout = Layout(plan.num_stages)
+        module.layout = layout
+        stage = layout.place(network.rank).stage
+        replicas, _ = layout.shape(stage)
         engine.__dict__ |= {
             "network": network,
             "device": network.device,
@@ -132,13 +135,13 @@ def _bare(network, plan, frozen_stages):
             "optimizer": None,
             "basic_optimizer": SimpleNamespace(param_groups=[]),
             "lr_scheduler": None,
-            "stage_id": network.rank,
+            "stage_id": stage,
             "global_rank": network.rank,
             "num_stages": plan.num_stages,
-            "micro_batches": plan.micro_batches,
+            "micro_batches": plan.micro_batches * layout.num_replicas // replicas,
             "dp_world_size": 1,
-            "prev_stage": network.rank - 1,
-            "next_stage": network.rank + 1,
+            "prev_stage": stage - 1,
+            "next_stage": stage + 1,
             "pipe_buffers": {name: [] for name in ("inputs", "labels", "outputs", "output_tensors")},
             "num_pipe_buffers": 0,
             "pipe_recv_buf": None,

@@ -68,10 +68,10 @@ def test_a_direction_has_a_group_of_its_own(open_links):
     _, engine = open_links(REPLICAS + 5, "cuda")
     above, below = (5, REPLICAS + 5), (REPLICAS + 5, 2 * REPLICAS + 5)
     links = [
-        engine._activations_in._link,
-        engine._gradients_out._link,
-        engine._activations_out._link,
-        engine._gradients_in._link,
+        engine._activations_in[0]._link,
+        engine._gradients_out[0]._link,
+        engine._activations_out[0]._link,
+        engine._gradients_in[0]._link,
     ]
     assert [link.on_device for link in links] == [
         ("split", 1, above),
@@ -89,10 +89,12 @@ def test_a_world_that_cannot_be_split_makes_a_group_per_direction_and_pair(open_
     network, engine = open_links(5, "cuda", splits=False)
     assert network.splits == []
     assert len(network.groups) == 2 * (STAGES - 1) * REPLICAS
-    assert engine._activations_out._link.on_device[2] == engine._gradients_in._link.on_device[2] == (5, REPLICAS + 5)
+    assert (
+        engine._activations_out[0]._link.on_device[2] == engine._gradients_in[0]._link.on_device[2] == (5, REPLICAS + 5)
+    )
 
 
 def test_on_a_cpu_no_group_is_made(open_links):
     network, engine = open_links(5, "cpu")
     assert network.splits == network.groups == []
-    assert engine._activations_out._link == transfers.StageLink("gloo", "gloo")
+    assert engine._activations_out[0]._link == transfers.StageLink("gloo", "gloo")

@@ -6,9 +6,9 @@ import pytest
 from omnibal.cluster import Encoder, Layout, Links
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition
-from omnibal.pipeline.schedule import Operation, one_f_one_b
-from omnibal.pipeline.simulate import simulate_step
-from omnibal.pipeline.units import encoder_schedule, simulate_units
+from omnibal.pipeline.schedule import Operation, Schedule, one_f_one_b, zero_bubble
+from omnibal.pipeline.simulate import simulate, simulate_step
+from omnibal.pipeline.units import encoder_schedule, simulate_units, unit_schedule
 from tests.pipeline.profiles import fixed_profile
 from tests.pipeline.random_problems import random_arguments
 from tests.pipeline.test_simulate_step import packs
@@ -99,6 +99,43 @@ def test_the_encoders_depth_follows_the_replicas():
     assert encoder_schedule(units(3, 2, 1), 8).in_flight == (5,)
     assert encoder_schedule(units(5, 1, 2), 8).in_flight == (3,)
     assert encoder_schedule(units(5, 1, 2), 7).micro_batches == 4
+
+
+def test_stages_of_units_number_the_micro_batches_of_their_own_replica():
+    one_for_two = unit_schedule(units(3, 2, 1), 4, "zero-bubble")
+    assert [one_for_two.micro_batches_of(stage) for stage in range(3)] == [8, 4, 4]
+    assert one_for_two.stages[0] == encoder_schedule(units(3, 2, 1), 4).stages[0]
+    assert one_for_two.stages[1:] == zero_bubble(2, 4).stages
+    frozen = one_for_two.with_frozen_front(1)
+    assert [len(stage) for stage in frozen.stages] == [8, 8, 12]
+    assert (frozen.replicas, frozen.in_flight) == ((1, 2, 2), (0, 2, 1))
+    two_for_one = unit_schedule(units(2, 1, 2), 4, "1f1b")
+    assert [two_for_one.micro_batches_of(stage) for stage in range(2)] == [2, 4]
+
+
+def test_an_encoder_receives_its_first_gradient_where_the_llm_sends_it():
+    """Before it sends the last of its first activations, for which the LLM's replica has no room yet."""
+    for layout in (units(2, 1, 1), units(2, 2, 1), units(2, 1, 2), units(4, 4, 2), units(4, 2, 4)):
+        table = unit_schedule(layout, 8, "1f1b")
+        order = [f"{operation.name} {micro_batch}" for operation, micro_batch in table.blocking[0]]
+        last = table.in_flight[0] - 1
+        first_gradient = order.index("RECEIVE_GRADIENT 0")
+        assert order[first_gradient - 1 : first_gradient + 3] == [
+            f"F {last}", "RECEIVE_GRADIENT 0", f"SEND_ACTIVATION {last}", "BW 0",
+        ]  # fmt: skip
+
+
+def test_units_have_no_table_of_one_row_a_stage():
+    with pytest.raises(ConfigError, match=r"as many on every stage of a table, got \(1, 2\)"):
+        simulate(unit_schedule(units(2, 2, 1), 4, "1f1b"), np.ones((4, 2)), np.ones((4, 2)))
+    assert unit_schedule(units(2, 2, 2), 4, "1f1b").table.lengths.tolist() == [8, 8]
+
+
+def test_replicas_that_cannot_share_a_step_are_refused():
+    with pytest.raises(ConfigError, match=r"must divide the step's 3 micro-batches, got \(2, 1\)"):
+        Schedule(one_f_one_b(2, 3).stages, 3, (2, 1))
+    with pytest.raises(ConfigError, match=r"a positive number for each of 2 stages, got \(1,\)"):
+        Schedule(one_f_one_b(2, 3).stages, 3, (1,))
 
 
 def test_what_cannot_be_is_refused():
