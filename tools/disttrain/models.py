@@ -56,6 +56,7 @@ class Published(NamedTuple):
     stages: int
     runs: tuple[Run, Run]
     gain: str
+    """Of the large run."""
 
     @property
     def config(self) -> dict[str, object]:
@@ -81,6 +82,8 @@ FROZEN: Final[dict[str, tuple[str, ...]]] = {
     "all": (), "encoder": ("language",), "LLM": ("vision",), "projector": ("vision", "language"),
 }  # fmt: skip
 """What is trained; the projector always is."""
+SMALL_GAIN, FROZEN_GAIN = "1.4–2.7", "1.2–2.9"
+"""Of the small runs, all three models together: section 8.2.1, and Figures 19 and 20 with the generator's row."""
 
 
 def drawn_lengths() -> SampleLengths:
@@ -89,7 +92,7 @@ def drawn_lengths() -> SampleLengths:
     return SampleLengths(np.minimum(images, MOST_IMAGES), np.full(len(images), TOKENS))
 
 
-def weigh(model: Published, run: Run, trained: str) -> list[object]:
+def weigh(model: Published, run: Run, trained: str, published: str) -> list[object]:
     """Samples per second of Megatron-LM's layout, the best pipeline with tensor ranks, and the best units."""
     rigid = model.layout(run)
     cluster = Cluster(rigid.num_devices // 8, 8, DEVICE)
@@ -101,7 +104,7 @@ def weigh(model: Published, run: Run, trained: str) -> list[object]:
     speeds = (of_rigid, tensor.samples_per_second, units.samples_per_second)
     return [
         f"{model.name}, {cluster.num_devices}", trained, *(f"{speed:.1f}" for speed in speeds),
-        f"{speeds[2] / speeds[0]:.2f}", f"{speeds[2] / speeds[1]:.2f}", model.gain, tensor.layout, units.layout,
+        f"{speeds[2] / speeds[0]:.2f}", f"{speeds[2] / speeds[1]:.2f}", published, tensor.layout, units.layout,
     ]  # fmt: skip
 
 
@@ -131,9 +134,10 @@ def print_models() -> None:
         "model, GPUs", "trained", "rigid", "tensor", "units", "units/rigid", "units/tensor", "paper",
         "layout of tensor", "layout of units",
     ]  # fmt: skip
-    cells = [(model, run, "all") for run in (1, 0) for model in MODELS]
-    cells += [(model, 0, trained) for trained in tuple(FROZEN)[1:] for model in MODELS]
-    print_table(names, (weigh(model, model.runs[run], trained) for model, run, trained in cells))
+    cells = [(model, model.runs[0], "all", SMALL_GAIN) for model in MODELS]
+    cells += [(model, model.runs[0], trained, FROZEN_GAIN) for trained in tuple(FROZEN)[1:] for model in MODELS]
+    large = [(model, model.runs[1], "all", model.gain) for model in MODELS]
+    print_table(names, (weigh(*cell) for cell in large + cells))
 
 
 def modules() -> list[ModuleCost]:
