@@ -1,4 +1,4 @@
-"""Draws the pictures of start.md: python docs/pictures/draw.py."""
+"""Draws the pictures of start.md and layouts.md: python docs/pictures/draw.py."""
 
 from pathlib import Path
 from typing import Any
@@ -7,8 +7,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from PIL import Image
 
+from omnibal.cluster import Encoder, Layout, Links
+from omnibal.cost import CostModel, Load
+from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.pipeline.simulate import simulate
+from omnibal.pipeline.units import simulate_units
+from omnibal.profile.records import LayerCost, ModelProfile
 from omnibal.report.stages import plot_timeline
 from omnibal.report.style import BLUE, GREEN, GREY, ORANGE, PINK, SERIES, VERMILION, drawing, legend_below
 
@@ -24,6 +29,7 @@ def main() -> None:
     draw_step()
     draw_pipeline()
     draw_recompute()
+    draw_units()
     for path in HERE.glob("*.png"):
         Image.open(path).convert("RGB").quantize(48).save(path, optimize=True)
 
@@ -117,6 +123,30 @@ def draw_recompute() -> None:
         for axes in (time, memory):
             axes.grid(False, axis="y")
         legend_below(figure, time)
+
+
+def draw_units() -> None:
+    """An encoder that takes half as long as a stage of the LLM: in a pipeline, and as a unit that serves two LLMs."""
+    seconds = {"encoder": 1.0, "decoder.0": 2.0, "decoder.1": 2.0}
+    nothing = CostModel()
+    layers = tuple(
+        LayerCost(
+            name, "block", module="vision" if name == "encoder" else "language",
+            forward_seconds=CostModel(fixed=forward), backward_seconds=CostModel(fixed=2 * forward),
+            output_bytes=nothing, saved_bytes={"none": nothing, "full": nothing},
+        )
+        for name, forward in seconds.items()
+    )  # fmt: skip
+    forward = np.tile(list(seconds.values()), (6, 1))
+    units = simulate_units(
+        ModelProfile(layers, device="any", dtype="float32"), Partition((0, 1, 2, 3)),
+        [Load(np.ones(6), np.ones(6))] * 2, Layout(3, 2, encoder=Encoder(1, 1), precision="float32"), Links(np.inf),
+    )  # fmt: skip
+    panels = {
+        "one of two pipelines, six devices": simulate(one_f_one_b(3, 6), forward, 2 * forward),
+        "units, five devices": units,
+    }
+    plot_timeline(panels, HERE / "units.png")
 
 
 if __name__ == "__main__":
