@@ -27,6 +27,9 @@ LARGEST_PACK: Final = 8
 """Samples of the largest packs for which devices are allocated to units."""
 MOST_ALLOCATED: Final = 64
 """Allocations of devices to units of each size of packs."""
+FILL: Final = 1 / 3
+"""Bubble of a zero-bubble schedule in that of 1F1B, ``(stages - 1) · slowest``, where F, B and W take equally long
+(Qi et al., ICLR 2024): the formula ranks what the best schedule may do."""
 LEVELS_TRIED: Final[tuple[Level, ...]] = ("none", "full")
 
 
@@ -153,7 +156,7 @@ class LayoutRanking:
                 yield self._layout(stages, ranks // stages, degree)
 
     def _formula(self, layout: Layout, micro_batches: int, level: Level) -> float:
-        """About how long a step takes: ``(micro_batches + stages - 1) · slowest``, and what a spread encoder adds.
+        """About what a step takes: ``(micro_batches + FILL · (stages - 1)) · slowest``, and a spread encoder's share.
 
         Raises:
             InfeasibleError: A mean stage with all layers recomputed does not fit.
@@ -170,7 +173,7 @@ class LayoutRanking:
 
         if own is None:
             seconds = pace(vision + language, stages, replicas, _in_flight(stages, micro_batches))
-            return seconds * (micro_batches + stages - 1)
+            return seconds * (micro_batches + FILL * (stages - 1))
         if own.placement == "own":
             # LLM replicas that an encoder works for; it has as many micro-batches in flight for each stage behind it.
             served, behind = replicas / own.num_replicas, stages - own.num_stages
@@ -178,12 +181,12 @@ class LayoutRanking:
             seconds = pace(language, behind, replicas, _in_flight(behind, micro_batches))
             # The slower part sets the pace; a micro-batch first passes the encoder's stages, then the LLM's.
             fill = seconds * (behind - 1) + encoding * own.num_stages
-            return max(encoding * served, seconds) * micro_batches + fill
+            return max(encoding * served, seconds) * micro_batches + FILL * fill
         share = self.scenario.samples_per_step / own.num_replicas
         kept, again = (vision.kept, 0.0) if level == "none" else (vision.kept_recomputed, vision.recompute)
         beside = vision.stage_state(1, own.num_replicas) + share * kept
         seconds = pace(language, stages, replicas, _in_flight(stages, micro_batches), beside)
-        return share * (vision.seconds + again) + seconds * (micro_batches + stages - 1)
+        return share * (vision.seconds + again) + seconds * (micro_batches + FILL * (stages - 1))
 
     def _units(self, missing: list[int]) -> Iterator[tuple[Layout, int, Level]]:
         """DistTrain's allocations for packs of several sizes, each part with and without recomputation."""
