@@ -5,7 +5,7 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
@@ -153,6 +153,21 @@ class Layout:
     @property
     def num_devices(self) -> int:
         return self._first_ranks[-1]
+
+    @property
+    def has_units(self) -> bool:
+        """Whether the encoder has devices, and replicas, of its own."""
+        return self.encoder is not None and self.encoder.placement == "own"
+
+    @property
+    def num_columns(self) -> int:
+        """Groups of ranks that pass micro-batches to each other, of all stages: as many as the fewest replicas."""
+        return min(self.shape(0)[0], self.num_replicas)
+
+    def of_stage(self, stage: int) -> "Layout":
+        """The layout in which all stages have the replicas and tensor ranks of this one."""
+        num_replicas, num_tensor = self.shape(stage)
+        return replace(self, num_replicas=num_replicas, num_tensor=num_tensor, encoder=None)
 
     def shape(self, stage: int) -> tuple[int, int]:
         """Replicas and tensor ranks of a stage."""

@@ -106,7 +106,7 @@ class Plan:
             raise ConfigError(f"layout must be of the plan's {self.num_stages} stages, got {self.layout.num_stages}")
         if self.layout.encoder is not None:
             raise ConfigError(
-                "encoder of the layout must be None, got one: no schedule runs stages with unequal replicas yet"
+                "encoder of the layout must be None, got one: no ds_config runs stages with unequal replicas yet"
             )
         if self.cluster is not None:
             self.cluster.check(self.layout)

@@ -5,7 +5,7 @@ other, the ranks that pass micro-batches to each other are those whose replica i
 *column*. Where all stages have as many replicas, a column is what DeepSpeed calls a pipe group.
 """
 
-import math
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +15,11 @@ from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 
 from omnibal.cluster import Layout
+from omnibal.config import micro_batches_of
+from omnibal.engine.resolve import ResolvedRun
+from omnibal.errors import ConfigError
+from omnibal.pipeline.units import unit_schedule
+from omnibal.plan import Plan
 
 Pair = tuple[int, int]
 """A rank, and one of the next stage."""
@@ -47,7 +52,7 @@ class UnequalTopology(ProcessTopology):
 
     def __init__(self, layout: Layout) -> None:
         self.replicas = [layout.shape(stage)[0] for stage in range(layout.num_stages)]
-        self.num_columns = math.gcd(*self.replicas)
+        self.num_columns = layout.num_columns
         super().__init__(axes=["pipe", "data"], dims=[layout.num_stages, self.num_columns])
         places = [layout.place(rank) for rank in range(layout.num_devices)]
         self.mapping = {self.ProcessCoord(place.stage, place.replica): rank for rank, place in enumerate(places)}
@@ -89,6 +94,44 @@ class UnequalGrid(PipelineParallelGrid):
         """A rank of a stage and this rank's column, the first one if it has several."""
         replica = coordinates.get("data", self.data_parallel_id)
         return int(self._topo.get_rank(pipe=stage_id, data=replica % self._topo.replicas[stage_id]))
+
+
+def check_unit_run(resolved: ResolvedRun, plan: Plan) -> None:
+    """Refuse what units cannot run; a layout without an encoder of its own passes."""
+    layout, config = resolved.layout, resolved.config
+    if not layout.has_units:
+        return
+    unit_schedule(layout, plan.micro_batches, plan.schedule)  # replicas and micro-batches
+    where = "where the encoder has replicas of its own"
+    if plan.schedule == "1f1b":
+        raise ConfigError(
+            f"omnibal.pipeline.schedule must be 'zero-bubble' or 'zero-bubble-lean' {where}, got '1f1b', whose "
+            "transfers block"
+        )
+    num_tensor = max(layout.shape(stage)[1] for stage in range(layout.num_stages))
+    if num_tensor > 1:
+        raise ConfigError(f"num_tensor must be 1 {where}, got {num_tensor}")
+    if config.get("prescale_gradients") or config.get("gradient_predivide_factor", 1) != 1:
+        raise ConfigError(f"prescale_gradients and gradient_predivide_factor must be left out {where}, got one of them")
+    stages: dict[str, set[int]] = {}
+    for index, record in enumerate(resolved.vlm.records):
+        if record.tied_key is not None:
+            stages.setdefault(record.tied_key, set()).add(bisect_right(plan.partition.boundaries, index) - 1)
+    for key, found in stages.items():
+        if len(found) > 1:
+            raise ConfigError(
+                f"layers that share {key} must be on one stage {where}, got stages {', '.join(map(str, sorted(found)))}"
+            )
+
+
+def deepspeed_view(resolved: ResolvedRun, rank: int) -> tuple[dict[str, Any], Layout]:
+    """The ds_config and the layout as DeepSpeed reads them on a rank: the replicas and micro-batches of its stage."""
+    layout, config = resolved.layout, resolved.config
+    if not layout.has_units:
+        return config, layout
+    own = layout.of_stage(layout.place(rank).stage)
+    step = micro_batches_of(config) * layout.num_replicas
+    return {**config, "gradient_accumulation_steps": step // own.num_replicas}, own
 
 
 @contextmanager

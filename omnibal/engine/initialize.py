@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from omnibal.config import check_deferral, complete_deepspeed_config, fill_in_steps
 from omnibal.engine.engine import OmnibalEngine
+from omnibal.engine.grid import check_unit_run, deepspeed_view
 from omnibal.engine.loader import Loader, PackReader, VlmDataset, cores_of_process, view_of
 from omnibal.engine.module import VlmPipelineModule
 from omnibal.engine.resolve import (
@@ -212,9 +213,10 @@ def _resolve(workspace: Workspace, model: Any, own: UserOptimizer) -> tuple[Reso
 
 def _deepspeed_config(resolved: ResolvedRun) -> DeepSpeedConfig:
     """The ds_config as DeepSpeed reads it, where the steps of the run may still be ``"auto"``."""
-    config = complete_deepspeed_config(resolved.config, resolved.layout)
+    own_config, layout = deepspeed_view(resolved, dist.get_rank())
+    config = complete_deepspeed_config(own_config, layout)
     # DeepSpeedConfig asks its mpu for nothing but the data-parallel ranks; the grid that knows them is yet to be made.
-    replicas = SimpleNamespace(get_data_parallel_world_size=lambda: resolved.layout.num_replicas)
+    replicas = SimpleNamespace(get_data_parallel_world_size=lambda: layout.num_replicas)
     try:
         return DeepSpeedConfig(config, replicas)
     except Exception as error:  # pydantic's, assertions, and DeepSpeed's own
@@ -227,6 +229,7 @@ def _spare_weights(resolved: ResolvedRun, source: Weights | None) -> dict[str, T
 
 def _settled(resolved: ResolvedRun, config: DeepSpeedConfig | None, plan: Plan, total_steps: int) -> DeepSpeedConfig:
     """DeepSpeed's configuration of a run whose plan and number of steps are known."""
+    check_unit_run(resolved, plan)
     if plan.schedule != "1f1b":
         check_deferral(resolved.config)
     config = config or _deepspeed_config(resolved)

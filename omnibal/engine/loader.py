@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, Literal, Protocol, cast
@@ -248,7 +248,7 @@ def read_step(
     """
     # A collective between the schedule's sends and receives would deadlock, and a rank that cannot read its samples
     # must stop the others before they wait for it. So all ranks add up, in one all-reduce before the step: target
-    # tokens, failures, and a number per replica that tells whether its first and last stage have read the same labels.
+    # tokens, failures, and a number per column that tells whether its first and last stages have read the same labels.
     failure: Exception | None = None
     batches: list[Batch] = []
     try:
@@ -259,13 +259,14 @@ def read_step(
         failure = error
     place = layout.place(rank)
     is_first, is_last = place.stage == 0, place.stage == layout.num_stages - 1
-    counts = torch.zeros(2 + layout.num_replicas, dtype=torch.int64)
+    counts = torch.zeros(2 + layout.num_columns, dtype=torch.int64)
     if is_last:
         counts[0] = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
     counts[1] = failure is not None
-    # The first stage adds what the last one takes away: a replica whose stages read the same is left with zero.
-    sign = is_first - is_last
-    counts[2 + place.replica] = sign * _digest_of(batches) if sign else 0
+    # The first stage adds what the last one takes away: a column whose stages read the same is left with zero.
+    sign, (replicas, _) = is_first - is_last, layout.shape(place.stage)
+    digest = _digest_of(batches, range(place.replica, replicas * len(batches), replicas)) if sign else 0
+    counts[2 + place.replica % layout.num_columns] = sign * digest
     counts = counts.to(device)
     dist.all_reduce(counts)
     targets, failures, *differences = counts.tolist()
@@ -298,12 +299,12 @@ def _disagreement(loader: Loader, step: Step, batches: list[Batch]) -> DataError
     )
 
 
-def _digest_of(batches: Sequence[Batch]) -> int:
-    """A number that tells the labels of packs from others: they are what the last stage trains on."""
-    number = 0
-    for batch in batches:
-        number = _digest(batch["labels"], number)
-    return number
+def _digest_of(batches: Sequence[Batch], numbers: Iterable[int]) -> int:
+    """A number that tells the labels of packs, with the packs' numbers in the step, from others.
+
+    Labels are what the last stage trains on. Those that read other packs of the same column add theirs.
+    """
+    return sum(_digest(batch["labels"], number) for number, batch in zip(numbers, batches, strict=True))
 
 
 def _digests(packs: Sequence[Sequence[int]], batches: Sequence[Batch]) -> dict[int, int]:

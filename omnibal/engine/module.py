@@ -1,6 +1,7 @@
 """DeepSpeed's PipelineModule with an explicit partition, a recompute level per layer and a token-weighted loss."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import Tensor, nn
 
 from omnibal.config import OptimizerSection
+from omnibal.engine.grid import UnequalTopology, unequal_grids
 from omnibal.engine.resolve import ParameterGroup, ResolvedRun, Weights
 from omnibal.families.base import Module
 from omnibal.plan import Plan
@@ -39,12 +41,15 @@ class VlmPipelineModule(PipelineModule):
         # PipelineModule keeps the specs, which hold this reader: it lets go of weights in memory when layers are built.
         # It makes the groups of each stage's replicas and each replica's stages, then builds this stage's layers.
         reader = _LayerReader(resolved, weights)
-        super().__init__(
-            layers=[_layer_spec(reader, index) for index in range(len(resolved.vlm.records))],
-            topology=PipeDataParallelTopology(num_pp=plan.num_stages, num_dp=resolved.layout.num_replicas),
-            loss_fn=self._loss,
-            dynamic_shape=True,  # packs differ in length: without it DeepSpeed keeps the first one's shapes
-        )
+        layout = resolved.layout
+        rectangle = PipeDataParallelTopology(num_pp=plan.num_stages, num_dp=layout.num_replicas)
+        with unequal_grids() if layout.has_units else nullcontext():
+            super().__init__(
+                layers=[_layer_spec(reader, index) for index in range(len(resolved.vlm.records))],
+                topology=UnequalTopology(layout) if layout.has_units else rectangle,
+                loss_fn=self._loss,
+                dynamic_shape=True,  # packs differ in length: without it DeepSpeed keeps the first one's shapes
+            )
         reader.weights = None
         stages = gather((self.stage_id, any(parameter.requires_grad for parameter in self.parameters())))
         self.frozen_stages = min(stage for stage, trains in stages if trains)
@@ -66,6 +71,11 @@ class VlmPipelineModule(PipelineModule):
         self.parts = list(self.plan.partition.boundaries)
         stage = self.layout.place(self.global_rank).stage
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+    def _index_tied_modules(self) -> dict[str, Any]:
+        # PipelineModule's own lets every rank make as many groups as its own stage has replicas. Ties of units lie
+        # within a stage (check_unit_run), where no gradients need to be added up.
+        return {} if self.layout.has_units else super()._index_tied_modules()
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
         # PipelineEngine._exec_reduce_tied_grads adds up the gradients of these; frozen weights have none.

@@ -11,6 +11,7 @@ the update of parameters differently over the replicas: `Sums` and its two subcl
 import atexit
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
@@ -19,6 +20,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import ReduceOp
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -199,6 +201,26 @@ class Bfloat16Sums(_OwnedSums):
                 row = self._row(parameter)
                 owned += [row[start:stop] for owner, start, stop in self.parts(parameter) if owner == rank]
         return owned if for_clipping else (owned, {})
+
+
+def count_stages_once(optimizer: Any, copies: int) -> None:
+    """Let the gradient norm count each stage once, where a column has ``copies`` replicas of this rank's stage."""
+    if isinstance(optimizer, BF16_Optimizer):
+        # A stage of one replica takes the norm of all its gradients, others each of their shares (Bfloat16Sums): the
+        # sum over all processes counts every gradient once.
+        optimizer.mpu = copy(optimizer.mpu)
+        optimizer.mpu.get_model_parallel_group = lambda: dist.group.WORLD
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer) and copies > 1:
+        # DeepSpeedZeroOptimizer adds up squares over the replicas of a stage, then over the model-parallel group, which
+        # is a column. It takes the largest of overflow flags by the same method.
+        over_column = optimizer._model_parallel_all_reduce
+
+        def once(tensor: Tensor, op: Any) -> None:
+            if op == ReduceOp.SUM:  # DeepSpeed's own, which no ReduceOp of torch equals
+                tensor.div_(copies)
+            over_column(tensor=tensor, op=op)
+
+        optimizer._model_parallel_all_reduce = once
 
 
 def sums_of(optimizer: Any, replicas: int) -> Sums:

@@ -7,6 +7,7 @@ tensors by `omnibal.engine.transfers`.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise, zip_longest
 from typing import Any, ClassVar, cast
@@ -19,8 +20,8 @@ from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
-from omnibal.engine.grid import pairs_below
-from omnibal.engine.reduction import exchange_of, sums_of
+from omnibal.engine.grid import no_handshake, pairs_below
+from omnibal.engine.reduction import count_stages_once, exchange_of, sums_of
 from omnibal.engine.transfers import DESCRIPTION, Fan, Receiver, Sender, Shape, describe, new_link, read_description
 from omnibal.errors import ConfigError
 from omnibal.pipeline.schedule import Instruction, Operation, Schedule
@@ -112,9 +113,17 @@ class TableEngine(PipelineEngine):
         self, *, table: Schedule | None, pending_bytes: Sequence[int] | None, **deepspeed_arguments: Any
     ) -> None:
         # PipelineEngine.__init__ makes the optimizer, and lets neighbouring stages send each other a number.
-        super().__init__(**deepspeed_arguments)
+        layout = deepspeed_arguments["model"].layout
+        with no_handshake() if layout.has_units else nullcontext():
+            super().__init__(**deepspeed_arguments)
         front = self.module.frozen_stages
         self._runs_backward, self._sends_gradients = self.stage_id >= front, self.stage_id > front
+        stages = self.stage_id, min(self.stage_id + 1, self.num_stages - 1)
+        replicas, replicas_behind = (layout.shape(stage)[0] for stage in stages)
+        # Each stage averages over its own replicas, and the next one scales the loss to be averaged over its own.
+        self._gradient_scale = replicas / replicas_behind
+        if layout.has_units:
+            count_stages_once(self.optimizer, replicas // layout.num_columns)
         self.table = None if table is None else table.with_frozen_front(front)
         self.pending_bytes = None if pending_bytes is None else pending_bytes[self.stage_id]
         self.sums = sums_of(self.optimizer, self.dp_world_size)
@@ -148,6 +157,17 @@ class TableEngine(PipelineEngine):
         # The next step numbers its micro-batches from 0 again: no send of this one may still be under way.
         for sender in self._senders:
             sender.settle(pipe_schedule.micro_batches)
+
+    def _aggregate_total_loss(self) -> Tensor:
+        if not self.module.layout.has_units:
+            return cast(Tensor, super()._aggregate_total_loss())
+        # PipelineEngine's own has the last rank of a pipe group broadcast the loss; a column may have several.
+        loss = torch.zeros((), device=self.device)
+        if self.is_last_stage():
+            loss += self.total_loss.detach() / (self.micro_batches * self.dp_world_size)
+        dist.all_reduce(loss)
+        self.dp_group_loss = loss
+        return loss
 
     def _exec_reduce_tied_grads(self) -> None:
         # The first instruction behind the passes, before replicas add up gradients.
@@ -329,7 +349,10 @@ class TableEngine(PipelineEngine):
         else:
             self._expect_gradients()  # does nothing if the last backward pass has posted the receive
             # PipelineEngine._exec_backward_pass runs backward from pipe_buffers["outputs"] with these.
-            self.grad_layer = self._gradients_in[micro_batch].take()
+            gradients = self._gradients_in[micro_batch].take()
+            if self._gradient_scale != 1:
+                gradients = tuple(gradient * self._gradient_scale for gradient in gradients)
+            self.grad_layer = gradients
             self._activations_out[micro_batch].settle(micro_batch)  # its gradient has come back: it has been received
             self._expect_gradients()  # the next micro-batch's
         self.weight_gradients.micro_batch = micro_batch

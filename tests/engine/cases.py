@@ -64,9 +64,17 @@ class FixedPacks:
 
 def engine_of(case):
     num_stages = len(case.boundaries) - 1
-    num_replicas = dist.get_world_size() // num_stages
-    stage, replica = divmod(dist.get_rank(), num_replicas)
-    micro_batches = len(case.packs[0])
+    resolved, plan = run_of(case, num_replicas=len(case.packs))
+    assert resolved.layout.num_devices == dist.get_world_size()
+    stage, replica, _ = resolved.layout.place(dist.get_rank())
+    steps = [_dealt(packs, resolved.layout.shape(stage)[0]) for packs in (case.packs, *case.later_packs)]
+    loader = FixedPacks(steps, replica, stage in (0, num_stages - 1), resolved.vlm)
+    return build_engine(resolved, plan, loader, case.steps, UserOptimizer(**case.own))
+
+
+def run_of(case, *, num_replicas):
+    """What a case resolves to, and its plan."""
+    num_stages, micro_batches = len(case.boundaries) - 1, len(case.packs[0])
     content = {
         "gradient_accumulation_steps": micro_batches,
         "optimizer": SGD,
@@ -80,7 +88,8 @@ def engine_of(case):
     } | case.extra
     config, section = read_config(content)
     vlm = DeepModel(case.model) if case.deep else load_model(case.model, section.model.lora, case.frozen)
-    resolved = ResolvedRun(config, section, Path(case.model), vlm, layout_of(config, num_stages, num_replicas))
+    layout = replace(layout_of(config, num_stages, num_replicas), encoder=case.encoder)
+    resolved = ResolvedRun(config, section, Path(case.model), vlm, layout)
     recompute = tuple(islice(cycle(case.recompute), len(vlm.records)))
     predicted = None
     if case.pending_bytes is not None:
@@ -89,8 +98,13 @@ def engine_of(case):
     plan = Plan(
         PackLimits(9, 99), micro_batches, Partition(case.boundaries), recompute, predicted, schedule=case.schedule
     )
-    loader = FixedPacks([case.packs, *case.later_packs], replica, stage in (0, num_stages - 1), vlm)
-    return build_engine(resolved, plan, loader, case.steps, UserOptimizer(**case.own))
+    return resolved, plan
+
+
+def _dealt(packs, num_replicas):
+    """The packs of the LLM's replicas as those of a stage with other replicas, which take them in turns."""
+    numbered = [packs[number % len(packs)][number // len(packs)] for number in range(len(packs) * len(packs[0]))]
+    return [numbered[replica::num_replicas] for replica in range(num_replicas)]
 
 
 def weights_of(engine):
@@ -131,7 +145,8 @@ def _several_steps(case):
     losses, norms = [], []
     for _ in range(case.steps):
         losses.append(engine.train_batch().item())
-        norms.append(float(engine.get_global_grad_norm()))
+        norm = engine.get_global_grad_norm()
+        norms.append(None if norm is None else float(norm))  # DeepSpeed takes none in fp32 under ZeRO 0
     return {"losses": losses, "norms": norms, "weights": weights_of(engine), "read": read}
 
 

@@ -109,7 +109,12 @@ def record(plan, *, forward_only=False, steps=2, engine_class=RecordedEngine, fr
         programs = []
         for rank in range(layout.num_devices):  # those of earlier stages go before
             network.enter(rank)
-            engine = engine_class(resolved=SimpleNamespace(section=OmnibalSection()), plan=plan, loader=None)
+            engine = engine_class(
+                resolved=SimpleNamespace(section=OmnibalSection(), layout=layout),
+                plan=plan,
+                loader=None,
+                model=SimpleNamespace(layout=layout),
+            )
             for _ in range(steps):
                 micro_batches = engine.micro_batches
                 made = engine._inference_schedule(micro_batches) if forward_only else engine._train_schedule()
@@ -121,7 +126,7 @@ def record(plan, *, forward_only=False, steps=2, engine_class=RecordedEngine, fr
 def _bare(network, plan, layout, frozen_stages):
     """In the place of DeepSpeed's constructor: what its instructions ask the engine for."""
 
-    def initialize(engine):
+    def initialize(engine, model):
         nn.Module.__init__(engine)
         module = nn.Module()
         module.frozen_stages = frozen_stages

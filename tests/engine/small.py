@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import InternVLForConditionalGeneration, Qwen2Config
 
+from omnibal.cluster import Encoder
 from omnibal.vlm import load_model
 from tests.families.models import small_config as family_config
 
@@ -33,6 +34,7 @@ class Case:
     own: dict = field(default_factory=dict)  # arguments of UserOptimizer
     grouped: dict = field(default_factory=dict)  # "omnibal.optimizer"
     deep: bool = False  # a feature of the ViT goes to a decoder block
+    encoder: Encoder | None = None  # replicas of its own; packs are those of the LLM's replicas
     later_packs: list = field(default_factory=list)  # packs of the steps behind the first one; then all come again
 
 

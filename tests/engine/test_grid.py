@@ -8,9 +8,12 @@ from deepspeed.runtime.pipe import engine as pipe_engine
 from deepspeed.runtime.pipe import module as pipe_module
 from deepspeed.runtime.pipe import p2p, topology
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from omnibal.cluster import Encoder, Layout
+from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.grid import UnequalGrid, UnequalTopology, no_handshake, pairs_below, unequal_grids
+from omnibal.errors import ConfigError
 
 ASKED = (
     "global_rank", "world_size", "data_parallel_size", "pipe_parallel_size", "model_parallel_size",
@@ -95,6 +98,23 @@ def test_all_ranks_make_the_same_groups(grid_on):
         of_ranks.append(made)
     columns, stages = [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]], [[0, 1], [2, 3, 4, 5], [6, 7, 8, 9]]
     assert of_ranks == [[*columns, *stages, *columns, *([rank] for rank in range(10))]] * 10
+
+
+def test_deepspeed_has_what_units_run_in_another_way():
+    relied_on = {
+        PipelineParallelGrid: ("_is_grid_valid", "_build_p2p_groups", "stage_to_global"),
+        pipe_module.PipelineModule: ("_index_tied_modules",),
+        pipe_engine.PipelineEngine: ("_aggregate_total_loss",),
+        DeepSpeedZeroOptimizer: ("_model_parallel_all_reduce",),
+    }
+    for owner, names in relied_on.items():
+        assert vars(owner).keys() >= set(names)
+
+
+def test_an_evaluation_of_units_is_refused():
+    engine = SimpleNamespace(resolved=SimpleNamespace(layout=units(2, 2, 1)))
+    with pytest.raises(ConfigError, match="evaluate must not be called where the encoder has replicas of its own"):
+        OmnibalEngine.evaluate(engine, None)
 
 
 def test_a_micro_batch_crosses_in_the_round_of_its_number():

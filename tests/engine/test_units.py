@@ -1,0 +1,149 @@
+"""Encoder and LLM with replicas of their own compute what plain transformers computes."""
+
+import re
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from omnibal.cluster import Encoder
+from omnibal.engine.grid import check_unit_run
+from omnibal.errors import ConfigError
+from omnibal.pipeline.partition import Partition
+from tests.engine.cases import run_of
+from tests.engine.launch import launch
+from tests.engine.small import Case, names_of, plain_gradients, plain_training, save_small_model, small_samples
+
+pytestmark = pytest.mark.distributed
+
+# The same packs for one replica of the LLM and for two; with packs that are empty, and with one without an image.
+ONE, TWO = [[[0, 1], [2], [4, 7], [3, 5, 6]]], [[[0, 1], [4, 7]], [[2], [3, 5, 6]]]
+EMPTY_ONE, EMPTY_TWO = [[*ONE[0], [], []]], [[*packs, []] for packs in TWO]
+MIXED = ("full", "none", "selective")
+BFLOAT16 = {"bf16": {"enabled": True}}
+EXACT, ROUNDED = {"rtol": 2e-4, "atol": 2e-6}, {"rtol": 0.1, "atol": 0.01}
+LANGUAGE = ("text_embedding", "decoder_block", "final_norm", "head")
+
+
+def units(boundaries, packs, encoder_replicas, encoder_stages=1, **more):
+    more = {"schedule": "zero-bubble", "recompute": MIXED} | more
+    return Case(boundaries, packs, encoder=Encoder(encoder_stages, encoder_replicas), **more)
+
+
+CASES = {
+    3: {
+        "1 for 2": (units((0, 5, 10), EMPTY_TWO, 1), EXACT),
+        "1 for 2, ZeRO 1": (units((0, 5, 10), TWO, 1, zero_stage=1), EXACT),
+        "1 for 2, bf16": (units((0, 5, 10), TWO, 1, zero_stage=1, extra=BFLOAT16), ROUNDED),
+        "1 for 2, tied within a stage": (units((0, 5, 10), TWO, 1, zero_stage=1, model="tied"), EXACT),
+        "1 for 2, frozen encoder": (units((0, 4, 10), TWO, 1, frozen=("vision",)), EXACT),
+        "1 for 2, frozen LLM": (units((0, 4, 10), TWO, 1, zero_stage=1, frozen=LANGUAGE), EXACT),
+        "2 for 1": (units((0, 5, 10), EMPTY_ONE, 2), EXACT),
+        "2 for 1, ZeRO 1": (units((0, 5, 10), ONE, 2, zero_stage=1), EXACT),
+        "2 for 1, frozen encoder": (units((0, 4, 10), ONE, 2, zero_stage=1, frozen=("vision",)), EXACT),
+        "2 for 1, within the encoder": (units((0, 3, 10), ONE, 2, schedule="zero-bubble-lean"), EXACT),
+    },
+    5: {
+        "1 for 2 of two stages": (units((0, 5, 7, 10), EMPTY_TWO, 1), EXACT),
+        "1 for 2 of two stages, ZeRO 1": (units((0, 5, 7, 10), TWO, 1, zero_stage=1), EXACT),
+        "1 of three stages for 2": (units((0, 2, 4, 5, 10), TWO, 1, 3), EXACT),
+    },
+}
+ADAM = {"lr": 3e-3, "betas": [0.9, 0.99], "weight_decay": 0.01, "eps": 1e-3}
+STEPS, CLIPPING = 3, 0.05
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    save_small_model(folder, tied=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tied")
+    save_small_model(folder, tied=True)
+    return folder
+
+
+@pytest.mark.parametrize("num_processes", [*CASES])
+def test_one_step_equals_plain_transformers(num_processes, model, tied):
+    plain = {str(folder): plain_gradients(folder, small_samples()) for folder in (model, tied)}
+    cases = {
+        name: (replace(case, model=str(tied if case.model else model)), near)
+        for name, (case, near) in CASES[num_processes].items()
+    }
+    by_rank = launch(num_processes, "tests.engine.cases:one_step", [case for case, _ in cases.values()])
+    for number, (name, (case, near)) in enumerate(cases.items()):
+        results, (loss, gradients) = [result[number] for result in by_rank], plain[case.model]
+        assert {result["samples"] for result in results} == {8}
+        assert [result["loss"] for result in results] == pytest.approx([loss] * num_processes, rel=near["rtol"] / 20)
+        trained = gradients.keys() - names_of(case.model, case.frozen)
+        assert set().union(*(result["gradients"] for result in results)) == trained, name
+        for result in results:
+            for weight, gradient in result["gradients"].items():
+                torch.testing.assert_close(gradient, gradients[weight], **near, msg=f"{weight} differs in {name}")
+
+
+@pytest.mark.parametrize("num_processes", [3, 5])
+def test_training_equals_plain_transformers(num_processes, model):
+    optimizer = {"type": "AdamW", "params": ADAM | {"torch_adam": True}}
+    plain = {
+        clipping: plain_training(
+            model, small_samples(), make_optimizer=partial(torch.optim.AdamW, **ADAM), clipping=clipping or 1e9,
+            make_scheduler=partial(torch.optim.lr_scheduler.ConstantLR, factor=1), steps=STEPS,
+        )
+        for clipping in (0.0, CLIPPING)
+    }  # fmt: skip
+    assert min(plain[CLIPPING][1]) > 2 * CLIPPING  # every step is clipped
+    shapes = {3: [((0, 5, 10), TWO, 1), ((0, 5, 10), ONE, 2)], 5: [((0, 5, 7, 10), TWO, 1)]}[num_processes]
+    cases = [
+        units(*shape, model=str(model), zero_stage=zero_stage, steps=STEPS,
+              extra={"optimizer": optimizer, "gradient_clipping": clipping})
+        for shape in shapes
+        for zero_stage, clipping in ((0, 0.0), (1, CLIPPING))
+    ]  # fmt: skip
+    for results in launch(num_processes, "tests.engine.cases:several_steps", cases):
+        for case, result in zip(cases, results, strict=True):
+            losses, norms, weights = plain[case.extra["gradient_clipping"]]
+            assert result["losses"] == pytest.approx(losses, rel=1e-4)
+            assert result["norms"] == (pytest.approx(norms, rel=1e-3) if case.zero_stage else [None] * STEPS)
+            assert result["weights"]
+            for name, weight in result["weights"].items():
+                torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5, msg=name)
+
+
+def test_equal_replicas_give_every_bit_of_the_pipeline(model):
+    case = Case((0, 5, 10), TWO, str(model), MIXED, zero_stage=1, steps=STEPS, schedule="zero-bubble")
+    both = [case, replace(case, encoder=Encoder(1, 2))]
+    for pipeline, apart in launch(4, "tests.engine.cases:several_steps", both):
+        assert apart["losses"] == pipeline["losses"]
+        assert apart["norms"] == pipeline["norms"]
+        assert apart["weights"].keys() == pipeline["weights"].keys()
+        assert all(torch.equal(weight, pipeline["weights"][name]) for name, weight in apart["weights"].items())
+
+
+REFUSED = {
+    "must divide each other, got 2 and 3": units((0, 5, 10), [*TWO, TWO[0]], 2),
+    "must divide the step's 1 micro-batches, got (2, 1)": units((0, 5, 10), [[[0, 1]]], 2),
+    "omnibal.pipeline.schedule must be 'zero-bubble' or 'zero-bubble-lean'": units((0, 5, 10), ONE, 2, schedule="1f1b"),
+    "num_tensor must be 1": replace(units((0, 5, 10), ONE, 2), encoder=Encoder(1, 2, num_tensor=2)),
+    "prescale_gradients and gradient_predivide_factor": units((0, 5, 10), ONE, 2, extra={"prescale_gradients": True}),
+    "zero_optimization.stage must be 0 or 1": units((0, 5, 10), ONE, 2, zero_stage=2),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_units_cannot_run_is_refused(message, model):
+    case = replace(REFUSED[message], model=str(model))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_unit_run(*run_of(case, num_replicas=len(case.packs)))
+
+
+def test_a_head_that_is_tied_across_stages_is_refused(tied):
+    resolved, plan = run_of(units((0, 5, 7, 10), TWO, 1, model=str(tied)), num_replicas=2)
+    with pytest.raises(ConfigError, match=r"must be on one stage where the encoder has replicas .*, got stages 1, 2"):
+        check_unit_run(resolved, plan)
+    check_unit_run(resolved, replace(plan, partition=Partition((0, 2, 5, 10))))
