@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
+from operator import add
 from typing import Final, Literal, NamedTuple
+
+import numpy as np
 
 from omnibal.advise.estimate import Scenario
 from omnibal.cluster import Cluster, Encoder, Layout
 from omnibal.cost import CostModel, Load
 from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.memory.footprint import TrainingState
+from omnibal.pipeline.optimize import least_maximum
+from omnibal.pipeline.problem import differences
 from omnibal.planner.allocation import ModuleCost, allocate
 from omnibal.planner.packings import PlanRequest
 from omnibal.planner.placements import encoder_layers, split_profile
@@ -46,9 +51,8 @@ class RankedLayout(NamedTuple):
 class PartCounts:
     """What a part of the model costs per sample, on each of the devices that share its layers."""
 
-    seconds: float  # forward and backward
-    largest_layer: float  # the slowest layer's
-    recompute: float  # all that full recomputation adds
+    passes: tuple[float, ...]  # seconds of every layer, forward and backward
+    recomputed: tuple[float, ...]  # seconds that full recomputation adds to every layer
     kept: float  # bytes that autograd keeps without recomputation
     kept_recomputed: float
     state: float  # bytes of weights and gradients, whatever the replicas
@@ -72,10 +76,10 @@ class PartCounts:
         ]
         # TrainingState adds up what replicas share and what they do not: two numbers of replicas tell them apart.
         one, two = (float(TrainingState(profile, precision_of(count)).whole[0, -1]) for count in (1, 2))
+        again = [value(layer.recompute_seconds["full"]) for layer in layers]
         return cls(
-            seconds=sum(passes),
-            largest_layer=max(passes),
-            recompute=sum(value(layer.recompute_seconds["full"]) for layer in layers),
+            passes=tuple(passes),
+            recomputed=(0.0,) * profile.frozen_front + tuple(again),
             kept=sum(value(layer.saved_bytes["none"]) for layer in layers),
             kept_recomputed=sum(value(layer.saved_bytes["full"]) for layer in layers),
             state=2 * two - one,
@@ -83,23 +87,37 @@ class PartCounts:
             num_layers=len(profile.layers),
         )
 
+    @property
+    def seconds(self) -> float:
+        return sum(self.passes)
+
+    @property
+    def recompute(self) -> float:
+        return sum(self.recomputed)
+
     def stage_state(self, num_stages: int, num_replicas: int) -> float:
         """Bytes of weights, gradients and optimizer state on a device of one of so many stages."""
         return (self.state + self.shared / num_replicas) / num_stages
 
     def __add__(self, other: PartCounts) -> PartCounts:
-        sums = {name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__}
-        return PartCounts(**sums | {"largest_layer": max(self.largest_layer, other.largest_layer)})
+        return PartCounts(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
     def stage_seconds(self, num_stages: int, in_flight: float, samples: float, room: float) -> float:
-        """Seconds of a mean stage for a micro-batch of so many samples, recomputing as little as the room allows."""
+        """Seconds of the slowest stage for a micro-batch of so many samples, recomputing as little as fits."""
         everything, least = (in_flight * samples * kept / num_stages for kept in (self.kept, self.kept_recomputed))
         if least > room:
             raise InfeasibleError("all layers recomputed must fit", missing_bytes=round(least - room))
-        recomputed = 0.0 if everything <= room else (everything - room) / (everything - least)
-        # Stages are whole layers: the slowest one has about half a layer more than the mean, if there are several.
-        uneven = self.largest_layer / 2 if num_stages > 1 else 0.0
-        return samples * max((self.seconds + recomputed * self.recompute) / num_stages + uneven, self.largest_layer)
+        share = 0.0 if everything <= room else (everything - room) / (everything - least)
+        kept = _slowest_stage(self.passes, num_stages)
+        again = _slowest_stage(tuple(map(add, self.passes, self.recomputed)), num_stages) if share else kept
+        return samples * (kept + share * (again - kept))
+
+
+@lru_cache(maxsize=1024)
+def _slowest_stage(passes: tuple[float, ...], num_stages: int) -> float:
+    """Seconds of the slowest of stages of whole layers, as even as these can be."""
+    sums = np.cumsum((0.0, *passes))
+    return least_maximum(np.stack([differences(sums)] * num_stages))[0]
 
 
 @dataclass(frozen=True, eq=False)

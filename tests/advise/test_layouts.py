@@ -3,7 +3,8 @@ from dataclasses import replace
 import pytest
 
 from omnibal.advise.estimate import Scenario
-from omnibal.advise.layouts import EQUAL, KINDS, LayoutAnswer, WeighedLayout, weigh_layouts
+from omnibal.advise.layout_ranking import LayoutRanking
+from omnibal.advise.layouts import EQUAL, KINDS, LayoutAnswer, WeighedLayout, _Weighing, weigh_layouts
 from omnibal.advise.models import Model
 from omnibal.cluster import Cluster
 from omnibal.data.synthetic import tiled_lengths
@@ -106,3 +107,15 @@ def test_more_memory_never_makes_a_layout_slower():
         asked = replace(asked, cluster=replace(asked.cluster, memory_bytes=memory))
         rates.append(weigh_layouts(asked, refuse, kinds=("pipeline",)).candidates[0].samples_per_second)
     assert rates[0] <= rates[1] * 1.001
+
+
+def test_a_head_larger_than_other_layers_does_not_make_units_of_several_stages_look_slow():
+    # The head of InternVL3-2B takes as long as several layers: stages of one GPU, cut around it, beat tensor ranks.
+    asked = scenario("InternVL3-2B", "8xA100-40GB", 64)
+    ranking = LayoutRanking(asked, counted("InternVL3-2B", asked))
+    ranked = ranking.rank("units", [])
+    packings = _Weighing(asked, ranking, print)
+    for stages in (4, 5):
+        found = next(each for each in ranked if each.layout.encoder.num_stages + stages == each.layout.num_stages)
+        placed = list(packings._placed(found, []))
+        assert found.seconds <= 1.05 * min(step.step_seconds for step in placed), str(found.layout)
