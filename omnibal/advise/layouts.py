@@ -46,8 +46,10 @@ KINDS: Final[Mapping[Kind, str]] = {
 RUNS_TODAY: Final[tuple[Kind, ...]] = ("zero", "rearranged", "pipeline")
 EQUAL: Final = 0.03
 """Share by which layouts may differ and still count as equally fast: take the simplest of these."""
-MOST_PLACED: Final = 12
-"""Layouts and numbers of micro-batches of each kind that are placed, those that turn out not to fit among them."""
+MOST_PLACED: Final = 16
+"""Layouts and numbers of micro-batches of each kind that are placed and fit."""
+MOST_TRIED: Final = 24
+"""Layouts and numbers of micro-batches of each kind that are tried, with those that turn out not to fit."""
 MOST_ALIKE: Final = 3
 """Of those, how many may have the LLM alike: with other encoders, or other numbers of micro-batches."""
 SHARDINGS: Final[tuple[Sharding, ...]] = ("zero1", "zero2", "zero3")
@@ -166,9 +168,10 @@ class _Weighing:
             return self._data_parallel(rearranged=kind == "rearranged")
         missing = list[int]()
         found, alike = list[PlacedStep](), Counter[tuple[int, int, int]]()
+        tried = placed = 0
         for ranked in self.ranking.rank(kind, missing):
             # The formula knows of no bubble within a stage's work and of no talk: what it says is hardly ever reached.
-            done = alike.total() == MOST_PLACED
+            done = tried == MOST_TRIED or placed == MOST_PLACED
             if done or (found and ranked.seconds > min(step.step_seconds for step in found)):
                 break
             layout = ranked.layout
@@ -176,7 +179,9 @@ class _Weighing:
             language = (layout.num_stages - own, layout.num_replicas, layout.num_tensor)
             if alike[language] < MOST_ALIKE:
                 alike[language] += 1
-                found += self._placed(ranked, missing)
+                steps = list(self._placed(ranked, missing))
+                found += steps
+                tried, placed = tried + 1, placed + bool(steps)
         if found:
             return self._candidate(kind, min(found, key=lambda step: step.step_seconds))
         return min(missing, default=0)
