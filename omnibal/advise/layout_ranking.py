@@ -36,8 +36,6 @@ FILL: Final = 1 / 3
 """Bubble of a zero-bubble schedule in that of 1F1B, ``(stages - 1) · slowest``, where F, B and W take equally long
 (Qi et al., ICLR 2024): the formula ranks what the best schedule may do."""
 LEVELS_TRIED: Final[tuple[Level, ...]] = ("none", "full")
-UNFILLED: Final = 1 / 3
-"""Share of 1F1B's bubble that ZB-H1 leaves (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024)."""
 
 
 class RankedLayout(NamedTuple):
