@@ -285,7 +285,7 @@ class CheckpointedEngine(TableEngine):
         schedule = {"scheduler": None if self.lr_scheduler is None else type(self.lr_scheduler).__name__}
         weights = {
             "partition": list(self.plan.partition.boundaries),
-            "num_replicas": self.dp_world_size,
+            "num_replicas": self._replicas(),
             "zero_stage": int(self.zero_optimization_stage()),
             "dtype": str(self.resolved.dtype),
             # which of DeepSpeed's optimizers holds the float32 copies of the weights
@@ -295,6 +295,11 @@ class CheckpointedEngine(TableEngine):
         }
         # What is frozen comes first, since a partition may follow from it.
         return (optimizer if with_optimizer else {}) | (schedule if with_schedule else {}) | weights
+
+    def _replicas(self) -> int | list[int]:
+        """Replicas of the run; of each stage where they differ."""
+        layout = self.resolved.layout
+        return [layout.shape(stage)[0] for stage in range(self.num_stages)] if layout.has_units else self.dp_world_size
 
     def _check_readable(self, checkpoint: Path, layout: dict[str, Any], with_optimizer: bool, *, strict: bool) -> None:
         """Open what this rank will load; the weights must be those of its layers."""

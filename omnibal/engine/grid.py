@@ -90,6 +90,14 @@ class UnequalGrid(PipelineParallelGrid):
             pairs.append([self._topo.get_rank(pipe=place, data=replica % replicas[place]) for place in (stage, behind)])
         return pairs
 
+    def get_model_parallel_rank(self) -> int:
+        """The stage: DeepSpeed names checkpoint files by this number, and replicas of a stage share a file."""
+        return int(self.stage_id)
+
+    def get_model_parallel_world_size(self) -> int:
+        """The number of stages: DeepSpeed looks for as many of those files."""
+        return int(self.pipe_parallel_size)
+
     def stage_to_global(self, stage_id: int, **coordinates: int) -> int:
         """A rank of a stage and this rank's column, the first one if it has several."""
         replica = coordinates.get("data", self.data_parallel_id)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from omnibal.cluster import Layout
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError, DataError, OmnibalError
-from omnibal.feeds.feed import EpochFeed, Feed, PacksFromHere, Step
+from omnibal.feeds.feed import EpochFeed, Feed, PacksFromHere, Share, Step
 from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.formats.collate import IGNORED, Positions, pack_samples
 from omnibal.ranks import gather
@@ -97,6 +97,8 @@ class PackReader:
     """Integers that the model reads beside pixels, by name, with the shape of an entry."""
     positions: Positions | None = None
     """Counts the positions of a sample's tokens; see ``VisionLanguageModel``."""
+    share: Share | None = None
+    """The packs of a step that the rank reads; None for those of the sampler's rank."""
     workers: int | None = None
     """DataLoader processes where images are decoded (where only texts are read, one will do); 0 to read in this
     process, when a step begins; None for as many as the images of a step need."""
@@ -124,29 +126,31 @@ class PackReader:
         """
         # A middle stage gets activations from its neighbours: it keeps the position in the epoch and reads nothing.
         if self.view == "nothing":
-            return EpochFeed(sampler, None)
-        workers = self._workers(sampler)
+            return EpochFeed(sampler, None, self.share)
+        share = self.share or Share(sampler.rank, sampler.num_replicas)
+        micro_batches = sampler.num_replicas * sampler.micro_batches // share.num_shares
+        workers = self._workers(sampler, share, micro_batches)
         reader: DataLoader[Batch] = DataLoader(
             cast(Dataset[Any], dataset if self.view == "images" else TextView(dataset)),
-            batch_sampler=PacksFromHere(sampler),
+            batch_sampler=PacksFromHere(sampler, share),
             collate_fn=self.collate,
             num_workers=workers,
             # DataLoader reads workers · prefetch_factor packs ahead: those of one step, rounded up.
-            prefetch_factor=-(-sampler.micro_batches // workers) if workers else None,
+            prefetch_factor=-(-micro_batches // workers) if workers else None,
             persistent_workers=workers > 0,  # a new epoch starts no processes
             pin_memory=self.pin_memory,
         )
-        return EpochFeed(sampler, reader)
+        return EpochFeed(sampler, reader, share)
 
-    def _workers(self, sampler: BalancedBatchSampler) -> int:
+    def _workers(self, sampler: BalancedBatchSampler, share: Share, micro_batches: int) -> int:
         if self.view == "text":  # the last stage reads labels only: one process will do
             return 0 if self.workers == 0 else 1
         # Decoding images takes nearly all of it. Mean tiles of a rank's step; patches count by their values, too.
-        tiles = sampler.lengths.summary.total_vision_units / (sampler.num_steps * sampler.num_replicas)
+        tiles = sampler.lengths.summary.total_vision_units / (sampler.num_steps * share.num_shares)
         read_seconds = tiles * math.prod(self.pixel_shape) * _PIXEL_SECONDS
         workers, step_seconds = self.workers, self.step_seconds
         if workers is None:
-            workers = workers_for(read_seconds, step_seconds, sampler.micro_batches)
+            workers = workers_for(read_seconds, step_seconds, micro_batches)
         if step_seconds is not None and read_seconds / max(workers, 1) > step_seconds:
             LOG.warning(
                 "data.workers must read a step's images in the %.2f s of a step, got %d that take about %.2f s; every "
@@ -288,8 +292,8 @@ def _next_of(steps: Steps) -> tuple[Step, list[Batch]]:
 def _disagreement(loader: Loader, step: Step, batches: list[Batch]) -> DataError:
     """Name the sample that two stages read differently, all ranks together."""
     assert isinstance(loader.feed, EpochFeed), "the samples of a stream are read once"
-    packs = loader.feed.sampler.step(step.index)
-    own = [packs.pack(loader.feed.rank, number).tolist() for number in range(len(batches))]
+    sampler = loader.feed.sampler
+    own = loader.feed.share.packs(sampler.step(step.index), sampler)[: len(batches)]
     seen: dict[int, int] = {}
     read = [entry for found in gather(_digests(own, batches)) for entry in found.items()]
     sample = next(sample for sample, number in read if seen.setdefault(sample, number) != number)

@@ -22,6 +22,7 @@ from omnibal.data.source_draws import typical_lengths
 from omnibal.engine.loader import Loader, PackReader, VlmDataset
 from omnibal.engine.resolve import ResolvedRun
 from omnibal.errors import ConfigError, DataError, OmnibalError
+from omnibal.feeds.feed import Share
 from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.formats.collate import IGNORED, Positions
 from omnibal.formats.conversations import ConversationDataset
@@ -213,11 +214,15 @@ def sample_loader(
     # Rank 0 asks for the lengths first: a dataset may measure them when asked, and keep them for the others. Then each
     # rank arranges the same epoch by itself, and all compare what they arranged it from: no pack is sent.
     lengths = rank_zero_first(lambda: checked_lengths(samples), doing=MEASURES)
-    plan, sampler = run_on_all_ranks(lambda: _arrange(workspace, resolved, samples, lengths, place.replica))
+    layout = resolved.layout
+    replica = place.replica % layout.num_replicas  # an encoder with more replicas reads by its share alone
+    plan, sampler = run_on_all_ranks(lambda: _arrange(workspace, resolved, samples, lengths, replica))
     sampler.verify(gather)
     checked = CheckedSamples(samples, lengths, SampleRules.of(resolved.vlm))
     if plan.predicted is not None:
         reader = replace(reader, step_seconds=plan.predicted.step_seconds)
+    if layout.has_units:
+        reader = replace(reader, share=Share(place.replica, layout.shape(place.stage)[0]))
     return plan, Loader(reader.feed(checked, sampler), reader)
 
 

@@ -13,13 +13,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.data.packing_spec import Oversized
+from omnibal.feeds.epoch_steps import StepPacks
 from omnibal.feeds.sampler import BalancedBatchSampler
 
 Made = TypeVar("Made")
@@ -92,29 +93,50 @@ class Feed(Protocol):
         """What is trained on, in words, by their names."""
 
 
-class PacksFromHere:
-    """A ``batch_sampler`` of one rank's packs, epoch after epoch; the sampler itself stays where it is."""
+class Share(NamedTuple):
+    """Which packs of a step a rank reads: of all, in the order of their numbers, every ``num_shares``-th.
 
-    def __init__(self, sampler: BalancedBatchSampler) -> None:
-        self.sampler = sampler
+    Micro-batch m of the sampler's rank d has the number ``n = m · ranks + d``, as in `omnibal.pipeline.units`: share d
+    of as many shares as there are ranks is what the sampler gives rank d.
+    """
+
+    number: int
+    num_shares: int
+
+    def packs(self, step: StepPacks, sampler: BalancedBatchSampler) -> list[list[int]]:
+        """The sample indices of the rank's packs of a step, in order."""
+        ranks, total = sampler.num_replicas, sampler.num_replicas * sampler.micro_batches
+        numbers = range(self.number, total, self.num_shares)
+        return [step.pack(n % ranks, n // ranks).tolist() for n in numbers]
+
+
+class PacksFromHere:
+    """A ``batch_sampler`` of a share of the packs, its rank's by default; the sampler itself stays where it is."""
+
+    def __init__(self, sampler: BalancedBatchSampler, share: Share | None = None) -> None:
+        self.sampler, self.share = sampler, share or Share(sampler.rank, sampler.num_replicas)
 
     def __iter__(self) -> Iterator[list[int]]:
         ahead = copy(self.sampler)
         while True:
-            yield from ahead
+            for step in ahead.steps():
+                yield from self.share.packs(step, ahead)
             ahead.set_epoch(ahead.epoch + 1)
 
 
 class EpochFeed:
     """The steps of a sampler, epoch after epoch without end.
 
-    ``reader`` yields the packs of ``PacksFromHere(sampler)``, read and collated; None for ranks that read nothing.
+    ``reader`` yields the packs of ``PacksFromHere(sampler, share)``, read and collated; None for ranks that read
+    nothing. By default the share is that of the sampler's rank.
     """
 
-    def __init__(self, sampler: BalancedBatchSampler, reader: Iterable[Any] | None) -> None:
+    def __init__(self, sampler: BalancedBatchSampler, reader: Iterable[Any] | None, share: Share | None = None) -> None:
         self.sampler, self._reader = sampler, reader
         self.limits, self.num_replicas = sampler.limits, sampler.num_replicas
-        self.rank, self.micro_batches = sampler.rank, sampler.micro_batches
+        self.share = share or Share(sampler.rank, sampler.num_replicas)
+        self.rank = sampler.rank
+        self.micro_batches = sampler.num_replicas * sampler.micro_batches // self.share.num_shares
         self._packs: Iterator[Any] | None = None
         # The sampler's own count runs ahead of training: workers ask it for packs before they are wanted.
         self._steps_done = sampler.steps_done

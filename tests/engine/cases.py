@@ -26,6 +26,7 @@ from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan, Prediction, StagePrediction
 from omnibal.vlm import load_model
+from omnibal.workspace import Workspace
 from tests.engine.deep import DeepModel
 from tests.engine.small import IMAGE_TOKEN, small_samples
 from tests.vlm.families import family_samples, pack_of
@@ -150,6 +151,26 @@ def _several_steps(case):
     return {"losses": losses, "norms": norms, "weights": weights_of(engine), "read": read}
 
 
+def steps_with_a_resume(cases, folder):
+    """Of each case what `several_steps` gives, and what a run gives that resumes before the last step."""
+    found = []
+    for number, case in enumerate(cases):
+        engines, both = [engine_of(case), engine_of(case)], []
+        for resumes, engine in enumerate(engines):
+            losses, norms = [], []
+            if resumes:
+                engine.load_checkpoint(Path(folder) / str(number))
+            while engine.global_steps < case.steps:
+                losses.append(engine.train_batch().item())
+                norms.append(engine.get_global_grad_norm())
+                if engine.global_steps == case.steps - 1 and not resumes:
+                    engine.save_checkpoint(Path(folder) / str(number))
+            norms = [None if norm is None else float(norm) for norm in norms]
+            both.append({"losses": losses, "norms": norms, "weights": weights_of(engine)})
+        found.append(both)
+    return found
+
+
 class SmallDataset:
     """The small samples, several times over, as initialize takes a dataset."""
 
@@ -254,6 +275,18 @@ def train(config, first_step, last_step, folder, save_at=None):
         "steps_of_epochs": [sampler.steps_of(epoch) for epoch in range(epochs)],
         "steps_left": loader.steps_left(epochs),
     }
+
+
+def train_units(config, encoder, num_replicas, steps):
+    """Losses, weights and decoded samples of a run on a dataset; no key of a ds_config asks for units yet."""
+    with pytest.MonkeyPatch.context() as patch:
+        if encoder is not None:
+            layout = replace(layout_of(config, 2, num_replicas), encoder=encoder)
+            patch.setattr(Workspace, "layout_on", lambda *_, **__: layout)
+        dataset = SmallDataset()
+        engine, *_ = initialize(config=config, dataset=dataset)
+    losses = [engine.train_batch().item() for _ in range(steps)]
+    return {"losses": losses, "weights": weights_of(engine), "decoded": dataset.decoded}
 
 
 def train_and_save(configs, steps, folder):

@@ -61,6 +61,7 @@ def test_a_rectangle_has_deepspeeds_own_grid(grid_on, num_stages, replicas):
         deepspeeds = grid_on(PipelineParallelGrid, theirs, rank, made[1])
         assert {name: getattr(own, name) for name in ASKED} == {name: getattr(deepspeeds, name) for name in ASKED}
         assert made[0] == made[1]
+        assert own.get_model_parallel_rank() == deepspeeds.get_model_parallel_rank()
         for stage, replica in product(range(num_stages), range(replicas)):
             assert own.stage_to_global(stage) == deepspeeds.stage_to_global(stage)
             assert own.stage_to_global(stage, data=replica) == deepspeeds.stage_to_global(stage, data=replica)
@@ -78,6 +79,7 @@ def test_stages_have_replicas_of_their_own_and_columns_pass_micro_batches(grid_o
         grid = grid_on(UnequalGrid, topology, rank, [])
         place = layout.place(rank)
         assert (grid.stage_id, grid.data_parallel_id) == (place.stage, place.replica)
+        assert grid.get_model_parallel_rank() == place.stage
         assert grid.get_data_parallel_world_size() == layout.shape(place.stage)[0]
         assert grid.get_data_parallel_group_ranks() == [*layout.ranks(place.stage)]
         assert grid.get_model_parallel_group() == grid.get_pipe_parallel_group() == grid.pp_group

@@ -11,7 +11,7 @@ from omnibal.cluster import Encoder
 from omnibal.engine.grid import check_unit_run
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition
-from tests.engine.cases import run_of
+from tests.engine.cases import changed, run_of, settings
 from tests.engine.launch import launch
 from tests.engine.small import Case, names_of, plain_gradients, plain_training, save_small_model, small_samples
 
@@ -113,6 +113,38 @@ def test_training_equals_plain_transformers(num_processes, model):
             assert result["weights"]
             for name, weight in result["weights"].items():
                 torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize("num_processes", [3, 5])
+def test_a_resumed_run_has_every_bit_of_one_that_went_on(num_processes, model, tmp_path):
+    optimizer = {"type": "AdamW", "params": ADAM | {"torch_adam": True}}
+    shapes = {3: [((0, 5, 10), TWO, 1), ((0, 5, 10), ONE, 2)], 5: [((0, 5, 7, 10), TWO, 1)]}[num_processes]
+    cases = [
+        units(*shape, model=str(model), zero_stage=zero_stage, steps=STEPS,
+              extra={"optimizer": optimizer, "gradient_clipping": zero_stage * CLIPPING})
+        for shape in shapes
+        for zero_stage in (0, 1)
+    ]  # fmt: skip
+    for results in launch(num_processes, "tests.engine.cases:steps_with_a_resume", cases, str(tmp_path)):
+        for whole, resumed in results:
+            assert resumed["losses"] == whole["losses"][-1:]
+            assert resumed["norms"] == whole["norms"][-1:]
+            assert all(torch.equal(weight, whole["weights"][name]) for name, weight in resumed["weights"].items())
+            assert resumed["weights"].keys() == whole["weights"].keys() != set()
+
+
+def test_each_rank_of_a_dataset_reads_the_packs_of_its_own_replica(model):
+    config = changed(settings(model, num_stages=2), "pipeline", partition=[0, 5, 10], schedule="zero-bubble")
+    pipeline, apart = (
+        launch(num_processes, "tests.engine.cases:train_units", config, encoder, replicas, STEPS)
+        for num_processes, encoder, replicas in ((4, None, 2), (3, Encoder(1, 1), 2))
+    )
+    assert [result["losses"] for result in apart] == [pytest.approx(pipeline[0]["losses"], rel=1e-5)] * 3
+    assert apart[0]["decoded"] == pipeline[0]["decoded"] + pipeline[1]["decoded"]  # the encoder's replica reads both
+    weights = pipeline[0]["weights"] | pipeline[2]["weights"]
+    for result in apart:
+        for name, weight in result["weights"].items():
+            torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5, msg=name)
 
 
 def test_equal_replicas_give_every_bit_of_the_pipeline(model):
