@@ -92,7 +92,7 @@ def tables() -> None:
     print(f"Made {results['made']}.")
     for part in FROZEN:
         names = ["model, devices", *KINDS, "simplest of the best"]
-        print(f"\n## {part.capitalize()}\n\n{table(names, _rows(results, part))}")
+        print(f"\n## {part[0].upper() + part[1:]}\n\n{table(names, _rows(results, part))}")
 
 
 def _rows(results: dict[str, Any], part: str) -> list[list[str]]:
