@@ -169,7 +169,8 @@ class LayoutRanking:
     def _pipelines(self, degree: int, most_stages: int) -> Iterator[Layout]:
         """All numbers of stages that divide the devices."""
         ranks, left = divmod(self._cluster.num_devices, degree)
-        for stages in range(1, min(ranks, most_stages, MOST_STAGES) + 1):
+        # One stage on one device is no pipeline but data parallelism, which is weighed as ZeRO.
+        for stages in range(2 if degree == 1 else 1, min(ranks, most_stages, MOST_STAGES) + 1):
             if left == 0 and ranks % stages == 0:
                 yield self._layout(stages, ranks // stages, degree)
 
@@ -210,6 +211,8 @@ class LayoutRanking:
         """DistTrain's allocations for packs of several sizes, each part with and without recomputation."""
         degrees = [degree for degree in DEGREES if degree <= self._cluster.devices_per_node]
         counted = {degree: counts for degree in degrees if (counts := self._counted(degree, degree))}
+        if counted[1][0].seconds == 0:  # text alone leaves an encoder's devices idle
+            return
         room = self._room + self._cluster.overhead_bytes
         for samples, *levels in product(_doubling(LARGEST_PACK), LEVELS_TRIED, LEVELS_TRIED):
             num_packs = self.scenario.samples_per_step // samples

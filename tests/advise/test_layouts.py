@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from omnibal.advise.estimate import Scenario
@@ -7,6 +8,7 @@ from omnibal.advise.layout_ranking import LayoutRanking
 from omnibal.advise.layouts import EQUAL, KINDS, LayoutAnswer, WeighedLayout, _Weighing, weigh_layouts
 from omnibal.advise.models import Model
 from omnibal.cluster import Cluster
+from omnibal.data.lengths import SampleLengths
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.profile.counted import analytic_profile
@@ -128,3 +130,17 @@ def test_few_micro_batches_do_not_hide_a_pipeline_whose_bubble_is_filled():
     weighing = _Weighing(asked, ranking, print)
     placed = [step for ranked in ranking.rank("pipeline", []) for step in weighing._placed(ranked, [])]
     assert weighing.best("pipeline").step.step_seconds == min(step.step_seconds for step in placed)
+
+
+def test_text_alone_leaves_nothing_to_units():
+    asked = scenario()
+    asked = replace(asked, lengths=SampleLengths(np.zeros(500, dtype=int), np.arange(500, 1000)))
+    found = weigh_layouts(asked, counted("InternVL3-8B", asked), kinds=("zero", "spread", "units"))
+    assert [each.kind for each in found.candidates if each.kind == "units"] == []
+    assert found.missing_bytes == {"units": 0}
+
+
+def test_one_stage_on_one_device_is_no_pipeline():
+    asked = scenario("InternVL3-1B", "2xA100-80GB", 16)
+    found = weigh_layouts(asked, refuse, kinds=("pipeline", "spread"))
+    assert {each.step.layout.num_stages for each in found.candidates} == {2}
