@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import product, zip_longest
 from operator import add
 from typing import Final, Literal, NamedTuple
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from omnibal.advise.estimate import Scenario
 from omnibal.cluster import Cluster, Encoder, Layout
-from omnibal.cost import CostModel, Load
+from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.memory.footprint import TrainingState
 from omnibal.pipeline.optimize import least_maximum
@@ -30,6 +31,8 @@ MOST_STAGES: Final = 32
 """Stages that are tried: deeper pipelines are hardly ever run, and take longest to simulate."""
 LARGEST_PACK: Final = 8
 """Samples of the largest packs for which devices are allocated to units."""
+MOST_ALIKE: Final = 3
+"""Ranked layouts that may have the LLM alike: with other encoders, or other numbers of micro-batches."""
 MOST_ALLOCATED: Final = 64
 """Allocations of devices to units of each size of packs."""
 FILL: Final = 1 / 3
@@ -102,12 +105,17 @@ class PartCounts:
     def __add__(self, other: PartCounts) -> PartCounts:
         return PartCounts(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
-    def stage_seconds(self, num_stages: int, in_flight: float, samples: float, room: float) -> float:
-        """Seconds of the slowest stage for a micro-batch of so many samples, recomputing as little as fits."""
+    def stage_seconds(self, in_flight: FloatArray, samples: float, room: float) -> float:
+        """Seconds of the slowest stage for a micro-batch of so many samples, recomputing as little as fits.
+
+        ``in_flight`` are the micro-batches that each stage keeps.
+        """
+        num_stages = len(in_flight)
         everything, least = (in_flight * samples * kept / num_stages for kept in (self.kept, self.kept_recomputed))
-        if least > room:
-            raise InfeasibleError("all layers recomputed must fit", missing_bytes=round(least - room))
-        share = 0.0 if everything <= room else (everything - room) / (everything - least)
+        # A partition gives fewer layers to the first stages, which keep most: the mean stage must fit.
+        if (missing := float(least.mean()) - room) > 0:
+            raise InfeasibleError("all layers recomputed must fit", missing_bytes=round(missing))
+        share = float(np.clip((everything - room) / np.maximum(everything - least, 1), 0, 1).mean())
         kept = _slowest_stage(self.passes, num_stages)
         again = _slowest_stage(tuple(map(add, self.passes, self.recomputed)), num_stages) if share else kept
         return samples * (kept + share * (again - kept))
@@ -135,7 +143,10 @@ class LayoutRanking:
     _profiles: dict[tuple[int, int], ModelProfile] = field(default_factory=dict)
 
     def rank(self, kind: PipelineKind, missing: list[int]) -> list[RankedLayout]:
-        """Layouts of a kind, fastest first; what a device lacks for those that do not fit goes to ``missing``."""
+        """Layouts of a kind, the fastest of each tensor degree in turns.
+
+        What a device lacks for those that do not fit goes to ``missing``.
+        """
         ranked = list[RankedLayout]()
         made = self._units(missing) if kind == "units" else self._layouts_of(kind)
         for layout, micro_batches, level in dict.fromkeys(made):
@@ -145,7 +156,16 @@ class LayoutRanking:
                 missing.append(lacking.missing_bytes)
             else:
                 ranked.append(RankedLayout(seconds, layout, micro_batches, level))
-        return sorted(ranked, key=lambda found: found.seconds)
+        alike, by_degree = Counter[tuple[int, int, int]](), defaultdict[int, list[RankedLayout]](list)
+        for found in sorted(ranked, key=lambda found: found.seconds):
+            layout = found.layout
+            own = 0 if layout.encoder is None else layout.encoder.num_stages
+            language = (layout.num_stages - own, layout.num_replicas, layout.num_tensor)
+            alike[language] += 1
+            if alike[language] <= MOST_ALIKE:
+                by_degree[layout.num_tensor].append(found)
+        # What the formula leaves out of memory and talk depends on the tensor ranks most: each degree has its turn.
+        return [found for turn in zip_longest(*by_degree.values()) for found in turn if found is not None]
 
     def _layouts_of(self, kind: PipelineKind) -> Iterator[tuple[Layout, int, Level]]:
         """Layouts on all devices of a kind but units, micro-batches, and what a spread encoder recomputes."""
@@ -186,25 +206,25 @@ class LayoutRanking:
         vision, language = counts
         samples = self.scenario.samples_per_step / (replicas * micro_batches)
 
-        def pace(part: PartCounts, depth: int, copies: int, in_flight: float, beside: float = 0.0) -> float:
-            room = self._room - beside - part.stage_state(depth, copies)
-            return part.stage_seconds(depth, in_flight, samples, room)
+        def pace(part: PartCounts, copies: int, in_flight: FloatArray, beside: float = 0.0) -> float:
+            room = self._room - beside - part.stage_state(len(in_flight), copies)
+            return part.stage_seconds(in_flight, samples, room)
 
         if own is None:
-            seconds = pace(vision + language, stages, replicas, _in_flight(stages, micro_batches))
+            seconds = pace(vision + language, replicas, _in_flight(stages, micro_batches))
             return seconds * (micro_batches + FILL * (stages - 1))
         if own.placement == "own":
             # LLM replicas that an encoder works for; it has as many micro-batches in flight for each stage behind it.
             served, behind = replicas / own.num_replicas, stages - own.num_stages
-            encoding = pace(vision, own.num_stages, own.num_replicas, behind * served + own.num_stages)
-            seconds = pace(language, behind, replicas, _in_flight(behind, micro_batches))
+            encoding = pace(vision, own.num_replicas, behind * served + np.arange(own.num_stages, 0.0, -1))
+            seconds = pace(language, replicas, _in_flight(behind, micro_batches))
             # The slower part sets the pace; a micro-batch first passes the encoder's stages, then the LLM's.
             fill = seconds * (behind - 1) + encoding * own.num_stages
             return max(encoding * served, seconds) * micro_batches + FILL * fill
         share = self.scenario.samples_per_step / own.num_replicas
         kept, again = (vision.kept, 0.0) if level == "none" else (vision.kept_recomputed, vision.recompute)
         beside = vision.stage_state(1, own.num_replicas) + share * kept
-        seconds = pace(language, stages, replicas, _in_flight(stages, micro_batches), beside)
+        seconds = pace(language, replicas, _in_flight(stages, micro_batches), beside)
         return share * (vision.seconds + again) + seconds * (micro_batches + FILL * (stages - 1))
 
     def _units(self, missing: list[int]) -> Iterator[tuple[Layout, int, Level]]:
@@ -302,9 +322,10 @@ def _doubling(most: int) -> list[int]:
     return [*powers, most] if most > 0 else []
 
 
-def _in_flight(num_stages: int, micro_batches: int) -> float:
-    """Micro-batches in flight on a mean stage under 1F1B."""
-    return sum(min(num_stages - stage, micro_batches) for stage in range(num_stages)) / num_stages
+def _in_flight(num_stages: int, micro_batches: int) -> FloatArray:
+    """Micro-batches in flight on each stage under 1F1B."""
+    in_flight: FloatArray = np.minimum(np.arange(num_stages, 0.0, -1), micro_batches)
+    return in_flight
 
 
 def _module_cost(name: str, counts: Mapping[int, PartCounts], samples: int, level: Level) -> ModuleCost:

@@ -7,7 +7,6 @@ alike (`omnibal.planner.placements`).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -50,8 +49,6 @@ MOST_PLACED: Final = 16
 """Layouts and numbers of micro-batches of each kind that are placed and fit."""
 MOST_TRIED: Final = 24
 """Layouts and numbers of micro-batches of each kind that are tried, with those that turn out not to fit."""
-MOST_ALIKE: Final = 3
-"""Of those, how many may have the LLM alike: with other encoders, or other numbers of micro-batches."""
 SHARDINGS: Final[tuple[Sharding, ...]] = ("zero1", "zero2", "zero3")
 
 
@@ -167,18 +164,13 @@ class _Weighing:
         if kind == "zero" or kind == "rearranged":  # noqa: PLR1714  (mypy narrows the literal so)
             return self._data_parallel(rearranged=kind == "rearranged")
         missing = list[int]()
-        found, alike = list[PlacedStep](), Counter[tuple[int, int, int]]()
+        found = list[PlacedStep]()
         tried = placed = 0
         for ranked in self.ranking.rank(kind, missing):
-            # The formula knows of no bubble within a stage's work and of no talk: what it says is hardly ever reached.
-            done = tried == MOST_TRIED or placed == MOST_PLACED
-            if done or (found and ranked.seconds > min(step.step_seconds for step in found)):
+            if tried == MOST_TRIED or placed == MOST_PLACED:
                 break
-            layout = ranked.layout
-            own = 0 if layout.encoder is None else layout.encoder.num_stages
-            language = (layout.num_stages - own, layout.num_replicas, layout.num_tensor)
-            if alike[language] < MOST_ALIKE:
-                alike[language] += 1
+            # What the formula says is hardly ever reached: it knows of no talk and of few limits of memory.
+            if not found or ranked.seconds <= min(step.step_seconds for step in found):
                 steps = list(self._placed(ranked, missing))
                 found += steps
                 tried, placed = tried + 1, placed + bool(steps)
