@@ -164,7 +164,7 @@ class LayoutRanking:
             alike[language] += 1
             if alike[language] <= MOST_ALIKE:
                 by_degree[layout.num_tensor].append(found)
-        # What the formula leaves out of memory and talk depends on the tensor ranks most: each degree has its turn.
+        # What the formula leaves out of memory depends on the tensor ranks most: each degree has its turn.
         return [found for turn in zip_longest(*by_degree.values()) for found in turn if found is not None]
 
     def _layouts_of(self, kind: PipelineKind) -> Iterator[tuple[Layout, int, Level]]:

@@ -69,9 +69,9 @@ class WeighedLayout:
     unhidden_samples_per_second: float | None = None
     """Samples a second if ranks computed nothing beside what they send, where hiding is an assumption."""
     step: PlacedStep | None = None
-    """Of a pipeline or what contains one."""
+    """The placed step of a kind with a pipeline; None of data parallelism."""
     recipe: Recipe | None = None
-    """Of data parallelism."""
+    """The recipe of data parallelism; None of kinds with a pipeline."""
 
     @property
     def runs_today(self) -> bool:
@@ -127,7 +127,6 @@ def weigh_layouts(
         report: Called with what is being done.
 
     Raises:
-        ConfigError: The samples of a step are fewer than the devices of the cluster can share.
         InfeasibleError: No layout of any kind fits.
     """
     ranking = LayoutRanking(scenario, profiles)
@@ -169,7 +168,7 @@ class _Weighing:
         for ranked in self.ranking.rank(kind, missing):
             if tried == MOST_TRIED or placed == MOST_PLACED:
                 break
-            # What the formula says is hardly ever reached: it knows of no talk and of few limits of memory.
+            # What the formula says is hardly ever reached: it leaves out transfers, sums of gradients and some memory.
             if not found or ranked.seconds <= min(step.step_seconds for step in found):
                 steps = list(self._placed(ranked, missing))
                 found += steps

@@ -95,7 +95,7 @@ def unit_schedule(layout: Layout, micro_batches: int, schedule: ScheduleName) ->
 
     Args:
         layout: ``layout.encoder`` has devices of its own.
-        micro_batches: Of a replica of the LLM.
+        micro_batches: Micro-batches of one of the LLM's replicas in a step.
         schedule: What the LLM's stages run; the encoder's run `encoder_schedule`.
 
     Raises:

@@ -98,11 +98,11 @@ def place_spread(
     another one. The encoder's weights are on every device, and its optimizer's state is shared by all.
 
     Args:
-        layout: Of the LLM; ``layout.encoder`` is spread.
+        layout: The LLM's stages, replicas and tensor ranks; ``layout.encoder`` is spread.
         level: What the encoder recomputes: ``"none"`` keeps its activations through the pipeline.
 
     Raises:
-        InfeasibleError: As of `place_pipeline`.
+        InfeasibleError: A device does not fit what it must hold; ``missing_bytes`` says by how much.
     """
     spread = layout.encoder
     assert spread is not None and spread.placement == "spread", "the caller spreads the encoder"
@@ -158,7 +158,7 @@ def place_units(
     """Encoder and LLM on devices of their own (DistTrain), as `omnibal.pipeline.units` simulates them.
 
     Raises:
-        InfeasibleError: As of `place_pipeline`.
+        InfeasibleError: A device does not fit what it must hold; ``missing_bytes`` says by how much.
     """
     own = layout.encoder
     assert own is not None, "the caller gives the encoder devices"

@@ -179,7 +179,7 @@ def _trim(
 
     Args:
         lacking: What it has less than its share; below 0 what it has more.
-        odd: The same of vision load, where the share is none of vision units.
+        odd: What the step's vision units lack to a multiple of the ranks, where tokens are the share.
 
     Returns:
         What the step gains, and where it ends now.
