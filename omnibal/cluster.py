@@ -164,6 +164,17 @@ class Layout:
         """Groups of ranks that pass micro-batches to each other, of all stages: as many as the fewest replicas."""
         return min(self.shape(0)[0], self.num_replicas)
 
+    @property
+    def parts(self) -> "tuple[Layout, Layout]":
+        """The encoder and the LLM as layouts of their own, where they differ; a spread encoder has a single stage."""
+        own = self.encoder
+        assert own is not None, "the caller has an encoder"
+        first = replace(
+            self, num_stages=max(own.num_stages, 1), num_replicas=own.num_replicas, num_tensor=own.num_tensor,
+            encoder=None,
+        )  # fmt: skip
+        return first, replace(self, num_stages=self.num_stages - own.num_stages, encoder=None)
+
     def of_stage(self, stage: int) -> "Layout":
         """The layout in which all stages have the replicas and tensor ranks of this one."""
         num_replicas, num_tensor = self.shape(stage)
