@@ -260,6 +260,7 @@ def _train(engine: OmnibalEngine, run: RunSection, log: MetricsLog | None, evalu
                     loss=loss,
                     learning_rate=engine.get_lr()[0],
                     seconds=perf_counter() - started,
+                    data_seconds=engine.data_seconds,
                     samples=step.num_samples,
                     llm_tokens=step.llm_tokens,
                     balance=step.balance(),

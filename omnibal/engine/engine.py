@@ -106,6 +106,7 @@ class OmnibalEngine(CheckpointedEngine):
         self.plan = plan
         self.loader = loader
         self.last_step: Step | None = None
+        self.data_seconds = 0.0  # how long the slowest rank waited for its packs of the last step
         self._on_gradient = on_gradient
 
     def train_batch(self, data_iter: Steps | None = None) -> Tensor:
@@ -199,7 +200,7 @@ class OmnibalEngine(CheckpointedEngine):
 
     def _next_step(self, loader: Loader, steps: Steps | None = None) -> tuple[Step, list[MicroBatch]]:
         """Read a step's micro-batches; each knows what a token weighs among those of the whole step."""
-        step, batches, targets = read_step(
+        step, batches, targets, self.data_seconds = read_step(
             loader, steps, layout=self.resolved.layout, rank=self.global_rank, device=self.device, where=self.where
         )
         if targets == 0 and self.global_rank == 0:

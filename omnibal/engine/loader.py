@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final, Literal, Protocol, cast
+from time import perf_counter
+from typing import Any, Final, Literal, NamedTuple, Protocol, cast
 from zlib import crc32
 
 import torch
@@ -243,16 +244,30 @@ class TextView(Dataset[dict[str, Any]]):
         return self.dataset.text(index)
 
 
+class StepRead(NamedTuple):
+    """A step that was read before it starts."""
+
+    step: Step
+    batches: list[Batch]
+    """The packs of this rank."""
+    targets: int
+    """Target tokens of all ranks' packs."""
+    data_seconds: float
+    """How long the rank that was read for slowest waited for its packs."""
+
+
 def read_step(
     loader: Loader, steps: Steps | None, *, layout: Layout, rank: int, device: torch.device, where: str
-) -> tuple[Step, list[Batch], int]:
-    """Read a step whole before it starts: the step, this rank's packs of it, and the target tokens of all ranks' packs.
+) -> StepRead:
+    """Read a step whole before it starts; all ranks call this together.
 
-    All ranks call this together. ``steps`` is ``iter(loader)``, where the step is to come from that.
+    ``steps`` is ``iter(loader)``, where the step is to come from that.
     """
     # A collective between the schedule's sends and receives would deadlock, and a rank that cannot read its samples
     # must stop the others before they wait for it. So all ranks add up, in one all-reduce before the step: target
-    # tokens, failures, and a number per column that tells whether its first and last stages have read the same labels.
+    # tokens, failures, a number per column that tells whether its first and last stages have read the same labels, and
+    # each rank's microseconds of reading: the largest is the wait that all ranks share.
+    started = perf_counter()
     failure: Exception | None = None
     batches: list[Batch] = []
     try:
@@ -263,7 +278,9 @@ def read_step(
         failure = error
     place = layout.place(rank)
     is_first, is_last = place.stage == 0, place.stage == layout.num_stages - 1
-    counts = torch.zeros(2 + layout.num_columns, dtype=torch.int64)
+    before_waits = 2 + layout.num_columns
+    counts = torch.zeros(before_waits + layout.num_devices, dtype=torch.int64)
+    counts[before_waits + rank] = round(1e6 * (perf_counter() - started))
     if is_last:
         counts[0] = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
     counts[1] = failure is not None
@@ -273,12 +290,12 @@ def read_step(
     counts[2 + place.replica % layout.num_columns] = sign * digest
     counts = counts.to(device)
     dist.all_reduce(counts)
-    targets, failures, *differences = counts.tolist()
+    targets, failures, *differences = counts[:before_waits].tolist()
     if failures:
         gather(failure, where=where)  # raises the first one on all ranks
     if any(differences):
         raise _disagreement(loader, step, batches)
-    return step, batches, targets
+    return StepRead(step, batches, targets, int(counts[before_waits:].max()) / 1e6)
 
 
 def _next_of(steps: Steps) -> tuple[Step, list[Batch]]:

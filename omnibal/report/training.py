@@ -52,6 +52,8 @@ class StepRecord(TypedDict):
     learning_rate: Finite
     """The learning rate after the step."""
     seconds: Finite
+    data_seconds: NotRequired[Finite]
+    """Of these, how long the slowest rank waited for the step's packs to be read."""
     samples: Count
     llm_tokens: Count
     balance: dict[str, Finite]
@@ -215,6 +217,12 @@ def training_rows(metrics: Metrics) -> dict[str, str]:
         f"{duration(np.quantile(seconds, 0.9))}",
         "speed": f"{samples.sum() / seconds.sum():,.1f} samples/s, {tokens.sum() / seconds.sum():,.0f} LLM tokens/s",
     }
+    waits = [record["data_seconds"] for record in metrics.steps if "data_seconds" in record]
+    if len(waits) == len(seconds):  # a log of an older version has none
+        share, slowest = sum(waits) / seconds.sum(), int(np.argmax(waits))
+        rows["waits for data"] = (
+            f"{share:.1%} of the time, most in step {metrics.steps[slowest]['step']:,}: {duration(waits[slowest])}"
+        )
     for name in last["balance"]:
         known = [record["balance"][name] for record in metrics.steps if name in record["balance"]]
         rows[f"balance, {name}"] = f"{np.mean(known):.3f} ({BALANCE})"

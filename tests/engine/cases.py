@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
+from time import sleep
 
 import pytest
 import torch
@@ -204,6 +205,8 @@ class FlawedDataset(SmallDataset):
     def __getitem__(self, index):
         if self._flaw == "unreadable" and index == self._index:
             raise DataError(f"image must be decodable, got picture.png (train.jsonl, line {index + 1})")
+        if self._flaw == "slow" and index == self._index:
+            sleep(0.3)
         return super().__getitem__(index)
 
     def text(self, index):
@@ -311,14 +314,18 @@ def refusals(configs):
 
 
 def flawed_datasets(config, flaws, index):
-    """What an epoch says about a sample with each flaw, as this rank hears it."""
-    return [_refusal(lambda flaw=flaw: _epoch(config, FlawedDataset(flaw, index))) for flaw in flaws]
+    """What an epoch says about a sample with each flaw, as this rank hears it; its longest wait with a slow one."""
+    said = [_refusal(lambda flaw=flaw: _epoch(config, FlawedDataset(flaw, index))) for flaw in flaws]
+    return said, _epoch(config, FlawedDataset("slow", index))
 
 
 def _epoch(config, dataset):
     engine, _, loader, _ = initialize(config=config, dataset=dataset)
+    longest = 0.0
     for _ in range(loader.steps_per_epoch):
         engine.train_batch()
+        longest = max(longest, engine.data_seconds)
+    return longest
 
 
 def checkpoint_troubles(config, other_configs, folder):

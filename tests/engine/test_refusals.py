@@ -105,7 +105,10 @@ def test_a_sample_that_is_not_as_promised_stops_all_ranks(model):
     }
     config = settings(model, num_stages=2)
     by_rank = launch(2, "tests.engine.cases:flawed_datasets", config, list(expected), 13)
-    assert by_rank[0] == by_rank[1] == [f"DataError: {message}" for message in expected.values()]
+    assert by_rank[0] == by_rank[1], "all ranks hear the same"
+    said, longest_wait = by_rank[0]
+    assert said == [f"DataError: {message}" for message in expected.values()]
+    assert longest_wait >= 0.3, "the last stage, which reads no image, has waited with the first one"
 
 
 def test_checkpoints_that_cannot_be_saved_or_loaded(model, tmp_path):

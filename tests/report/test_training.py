@@ -57,6 +57,17 @@ def test_what_is_logged_is_read(tmp_path):
     assert metrics.evaluations == [{"step": 3, "held_out_loss": 0.5, "held_out_accuracy": 0.25, "held_out_samples": 40}]
 
 
+def test_waits_for_data_are_in_the_report(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, first_step=0)
+    figures = {"epoch": 0, "learning_rate": 0.1, "seconds": 2.0, "samples": 8, "llm_tokens": 600, "balance": BALANCE}
+    for step, wait in enumerate((0.5, 0.0, 0.1), 1):
+        log.training_step(step=step, loss=2.0, data_seconds=wait, **figures)
+    assert training_rows(read_metrics(path))["waits for data"] == "10.0% of the time, most in step 1: 500.0 ms"
+    log.training_step(step=4, loss=2.0, **figures)
+    assert "waits for data" not in training_rows(read_metrics(path)), "older logs say nothing of waits"
+
+
 def test_a_step_that_is_not_finite_stays_out_of_means(tmp_path):
     log = MetricsLog(tmp_path / "metrics.jsonl", first_step=0)
     figures = {"epoch": 0, "learning_rate": 0.1, "seconds": 2.0, "samples": 8, "llm_tokens": 600, "balance": BALANCE}
