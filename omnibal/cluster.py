@@ -160,6 +160,11 @@ class Layout:
         return self.encoder is not None and self.encoder.placement == "own"
 
     @property
+    def is_spread(self) -> bool:
+        """Whether the whole encoder is on all devices."""
+        return self.encoder is not None and self.encoder.placement == "spread"
+
+    @property
     def num_columns(self) -> int:
         """Groups of ranks that pass micro-batches to each other, of all stages: as many as the fewest replicas."""
         return min(self.shape(0)[0], self.num_replicas)

@@ -16,12 +16,13 @@ from omnibal.advise.estimate import Scenario
 from omnibal.cluster import Cluster, Encoder, Layout, Links
 from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.errors import ConfigError, InfeasibleError
+from omnibal.families.base import encoder_layers
 from omnibal.memory.footprint import TrainingState
 from omnibal.pipeline.optimize import least_maximum
 from omnibal.pipeline.problem import differences
 from omnibal.planner.allocation import ModuleCost, allocate
 from omnibal.planner.packings import PlanRequest
-from omnibal.planner.placements import encoder_layers, split_profile
+from omnibal.planner.placements import split_profile
 from omnibal.profile.records import Level, ModelProfile
 
 PipelineKind = Literal["pipeline", "tensor", "spread", "units"]
@@ -329,7 +330,7 @@ class LayoutRanking:
 
     @cached_property
     def border(self) -> int:
-        return encoder_layers(self.scenario.profile)
+        return encoder_layers(self.scenario.profile.layers)
 
     @cached_property
     def mean_sample(self) -> Load:

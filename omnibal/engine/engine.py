@@ -5,7 +5,7 @@ Its parts stand one on the other: `TableEngine` (schedules and transfers), `Chec
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +37,8 @@ from omnibal.vlm.passes import DevicePeak, overhead_bytes
 from omnibal.vlm.payload import Payload, counts_of, note_counts
 
 MicroBatch = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+# A pack as it is read, on the host: what the first stage takes, and labels with the weight of a token.
+ReadPack = tuple[Payload | None, tuple[Tensor, ...]]
 LOG: Final = logging.getLogger(__name__)
 # Steps in a row without finite gradients after which a run ends: one broken sample is survived, a diverged run not.
 MOST_SKIPPED: Final = 5
@@ -140,7 +142,7 @@ class OmnibalEngine(CheckpointedEngine):
 
     def _train(self, meter: AbstractContextManager[object], steps: Steps | None = None) -> Tensor:
         """One step; what it computes and receives, without the reading of its samples, runs under the meter."""
-        step, batches = self._next_step(self.loader, steps)
+        step, packs = self._next_step(self.loader, steps)
         self.last_step = step
         # Every step of every rank draws dropout masks from a stream of its own, so that a resumed run draws the same
         # without stored generator states.
@@ -152,7 +154,7 @@ class OmnibalEngine(CheckpointedEngine):
         with meter:
             # PipelineEngine.train_batch runs _train_schedule, which takes a micro-batch of the iterator per forward
             # pass of the first and of the last stage, then averages the loss (_aggregate_total_loss).
-            loss: Tensor = super().train_batch(iter(batches))
+            loss: Tensor = super().train_batch(iter(self._micro_batches(packs)))
         self._check_step(loss, self.skipped_steps - skipped)
         self._monitor_balance(step)
         return loss
@@ -175,10 +177,11 @@ class OmnibalEngine(CheckpointedEngine):
         training_iterator, totals = self.data_iterator, torch.zeros(len(EVALUATION_STATISTICS), dtype=torch.float64)
         self.module.eval()
         for _ in range(loader.steps_per_epoch):
-            _, batches = self._next_step(loader)
+            _, packs = self._next_step(loader)
             # PipelineEngine._next_batch reads from this iterator, on the first and the last stage.
-            self.set_dataiterator(iter(batches))
-            totals += self._forward_only(len(batches) or loader.micro_batches)
+            with torch.no_grad():
+                self.set_dataiterator(iter(self._micro_batches(packs)))
+            totals += self._forward_only(len(packs) or loader.micro_batches)
         self.module.train()
         self.set_dataiterator(training_iterator)
         # Sums over the last stages of all replicas, which every rank learns: the other stages bring zeros.
@@ -198,8 +201,8 @@ class OmnibalEngine(CheckpointedEngine):
         nothing = torch.zeros(len(EVALUATION_STATISTICS), dtype=torch.float64)
         return nothing if self.total_loss is None else self.total_loss.cpu()
 
-    def _next_step(self, loader: Loader, steps: Steps | None = None) -> tuple[Step, list[MicroBatch]]:
-        """Read a step's micro-batches; each knows what a token weighs among those of the whole step."""
+    def _next_step(self, loader: Loader, steps: Steps | None = None) -> tuple[Step, list[ReadPack]]:
+        """Read a step's packs; each knows what a token weighs among those of the whole step."""
         step, batches, targets, self.data_seconds = read_step(
             loader, steps, layout=self.resolved.layout, rank=self.global_rank, device=self.device, where=self.where
         )
@@ -208,14 +211,23 @@ class OmnibalEngine(CheckpointedEngine):
         # PipelineEngine._aggregate_total_loss averages over micro-batches and replicas; this weight makes that an
         # average over tokens, and as much of the gradients.
         weight = self.micro_batches * self.dp_world_size / max(targets, 1)
-        return step, [self._micro_batch(batch, weight) for batch in batches]
+        return step, [self._pack(batch, weight) for batch in batches]
 
-    def _micro_batch(self, batch: Batch, weight: float) -> MicroBatch:
-        inputs: tuple[Tensor, ...] = ()
+    def _pack(self, batch: Batch, weight: float) -> ReadPack:
+        inputs = None
         if self.is_first_stage():
-            inputs = self.module.vlm.sent_tensors(0).flatten(Payload.of_pack(batch, self.resolved.dtype))
-            note_counts(inputs, self.module.count(batch))
+            inputs = Payload.of_pack(batch, self.resolved.dtype)
+            note_counts([inputs.cu_seq_lens], self.module.count(batch))
         return inputs, (*targets_of(batch["labels"]).values(), torch.tensor(weight, dtype=torch.float32))
+
+    def _micro_batches(self, packs: Sequence[ReadPack]) -> list[MicroBatch]:
+        """What the first and the last stage take of a step; with a spread encoder all ranks together."""
+        inputs = [each for each, _ in packs if each is not None]
+        if self.spread is not None:
+            inputs = self.spread.encode([each.with_floats(self._placed) for each in inputs])
+        sent = self.module.vlm.sent_tensors(self.module._local_start)
+        flat = [sent.flatten(each) for each in inputs] or [()] * len(packs)  # stages behind the first one take labels
+        return [(tensors, labels) for tensors, (_, labels) in zip(flat, packs, strict=True)]
 
     def _exec_load_micro_batch(self, buffer_id: int) -> None:
         # PipelineEngine's own clones on the host first, into memory that a device copies only while the host waits.
@@ -227,7 +239,10 @@ class OmnibalEngine(CheckpointedEngine):
             self.pipe_buffers["labels"][buffer_id] = self._on_device(targets)
 
     def _on_device(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(tensor.to(self.device, non_blocking=True) for tensor in tensors)
+        return tuple(map(self._placed, tensors))
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
         # PipelineEngine's own hands the module clones of the inputs, of which no counts are noted.
@@ -255,7 +270,7 @@ class OmnibalEngine(CheckpointedEngine):
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _exec_reduce_grads(self) -> None:
-        if self.dp_world_size > 1 or self.zero_optimization() or self.using_bf16_optimizer:
+        if self.exchange or self.dp_world_size > 1 or self.zero_optimization() or self.using_bf16_optimizer:
             super()._exec_reduce_grads()
         else:
             # One replica: DeepSpeedEngine.allreduce_gradients would copy all gradients together, times one, and back.

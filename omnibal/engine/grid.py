@@ -146,7 +146,7 @@ def deepspeed_view(resolved: ResolvedRun, rank: int) -> tuple[dict[str, Any], La
 def unequal_grids() -> Iterator[None]:
     """Let a PipelineModule that is built inside make an `UnequalGrid`."""
     # PipelineModule.__init__ has no argument for a grid: it calls the class by its module's name.
-    with _replaced(pipe_module, PipelineParallelGrid=UnequalGrid):
+    with replaced(pipe_module, PipelineParallelGrid=UnequalGrid):
         yield
 
 
@@ -155,7 +155,7 @@ def no_handshake() -> Iterator[None]:
     """Let a PipelineEngine that is built inside send nothing."""
     # PipelineEngine.__init__ lets neighbouring stages send each other a number by p2p: stage_to_global would let
     # several replicas send to one that receives once.
-    with _replaced(p2p, send=_nothing, recv=_nothing):
+    with replaced(p2p, send=_nothing, recv=_nothing):
         yield
 
 
@@ -164,7 +164,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 @contextmanager
-def _replaced(module: Any, **values: Any) -> Iterator[None]:
+def replaced(module: Any, **values: Any) -> Iterator[None]:
     originals = {name: getattr(module, name) for name in values}
     vars(module).update(values)
     try:

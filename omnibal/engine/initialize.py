@@ -36,6 +36,7 @@ from omnibal.engine.resolve import (
     resolve,
 )
 from omnibal.engine.samples import open_together, sample_loader
+from omnibal.engine.spread import check_spread_run
 from omnibal.engine.streams import stream_loader
 from omnibal.errors import ConfigError, said
 from omnibal.families.base import trained_in_words
@@ -230,6 +231,7 @@ def _spare_weights(resolved: ResolvedRun, source: Weights | None) -> dict[str, T
 def _settled(resolved: ResolvedRun, config: DeepSpeedConfig | None, plan: Plan, total_steps: int) -> DeepSpeedConfig:
     """DeepSpeed's configuration of a run whose plan and number of steps are known."""
     check_unit_run(resolved, plan)
+    check_spread_run(resolved, plan)
     if plan.schedule != "1f1b":
         check_deferral(resolved.config)
     config = config or _deepspeed_config(resolved)

@@ -92,6 +92,14 @@ class LayerRecord:
         return TrainedCount(self.trainable_parameters(frozen), self.sizes["parameters"])
 
 
+def encoder_layers(layers: Sequence[Layer]) -> int:
+    """How many of a model's first layers are the encoder's: all before the first one of the language model."""
+    found = next((index for index, layer in enumerate(layers) if layer.module == "language"), 0)
+    if found == 0:
+        raise ConfigError("a model must begin with an encoder to place it, got one that begins with language layers")
+    return found
+
+
 def vision_unit_of(layers: Iterable[Layer]) -> str:
     """What the ViT of some layers counts images in: ``"tiles"``, ``"patches"``, or ``"vision units"`` if none says."""
     patches = {layer.sizes["patches_per_tile"] for layer in layers if "patches_per_tile" in layer.sizes}

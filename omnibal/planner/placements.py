@@ -14,7 +14,8 @@ import numpy as np
 
 from omnibal.cluster import Layout
 from omnibal.cost import CostModel, FloatArray, Load
-from omnibal.errors import ConfigError, InfeasibleError
+from omnibal.errors import InfeasibleError
+from omnibal.families.base import encoder_layers
 from omnibal.memory.footprint import Footprint
 from omnibal.memory.recompute import StageTable, choose_levels, recompute_seconds
 from omnibal.pipeline.optimize import Boundaries, least_maximum
@@ -47,17 +48,9 @@ class PlacedStep:
     """What the fullest device holds."""
 
 
-def encoder_layers(profile: ModelProfile) -> int:
-    """How many of the first layers are the encoder's: all before the first one of the language model."""
-    found = next((index for index, layer in enumerate(profile.layers) if layer.module == "language"), 0)
-    if found == 0:
-        raise ConfigError("a model must begin with an encoder to place it, got one that begins with language layers")
-    return found
-
-
 def split_profile(profile: ModelProfile) -> tuple[ModelProfile, ModelProfile]:
     """Encoder and LLM as profiles of their own."""
-    count = encoder_layers(profile)
+    count = encoder_layers(profile.layers)
     encoder, language = profile.layers[:count], profile.layers[count:]
     if any(layer.trainable for layer in encoder):
         # Gradients for the encoder pass through every layer of the LLM, also where these are frozen: a first layer

@@ -113,8 +113,8 @@ def weights_of(engine):
     """This stage's weights by their names on disk."""
     engine.settle_weights()
     module, found = engine.module, {}
-    for position, layer in enumerate(module.forward_funcs):
-        names = module.vlm.weight_names(module._local_start + position)
+    for index, layer in module.numbered_layers():
+        names = module.vlm.weight_names(index)
         for name, parameter in layer.named_parameters():
             if name in names:
                 found[names[name]] = parameter.detach().clone()

@@ -10,18 +10,13 @@ from omnibal.cluster import Cluster, Encoder, Layout, Links
 from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
 from omnibal.errors import InfeasibleError
+from omnibal.families.base import encoder_layers
 from omnibal.memory.footprint import Footprint
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import one_f_one_b, zero_bubble
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.planner.packings import Packing, PlanRequest
-from omnibal.planner.placements import (
-    encoder_layers,
-    place_pipeline,
-    place_spread,
-    place_units,
-    split_profile,
-)
+from omnibal.planner.placements import place_pipeline, place_spread, place_units, split_profile
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LayerCost, ModelProfile
 
@@ -48,7 +43,7 @@ def spread(layout):
 
 def test_a_profile_is_split_before_the_language_model():
     encoder, language = split_profile(PROFILE)
-    assert len(encoder.layers) == encoder_layers(PROFILE)
+    assert len(encoder.layers) == encoder_layers(PROFILE.layers)
     assert {layer.module for layer in language.layers} == {"language"} != {layer.module for layer in encoder.layers}
     # Gradients for a trained encoder or projector pass all of the LLM, though it is frozen.
     assert split_profile(ONLY_PROJECTOR)[1].frozen_front == 0
@@ -71,7 +66,7 @@ def test_a_spread_encoder_before_one_stage_is_data_parallelism(profile):
 def test_units_of_equal_replicas_are_the_pipeline_with_the_same_cut():
     layout = Layout(4, 2, encoder=Encoder(1, 2))
     units = place_units(PROFILE, even(2, 8), layout, request(), "1f1b")
-    assert units.boundaries[1] == encoder_layers(PROFILE)
+    assert units.boundaries[1] == encoder_layers(PROFILE.layers)
     pipeline = simulate_step(
         PROFILE, Partition(units.boundaries), even(2, 8).steps[0], CLUSTER.links_of(Layout(4, 2)),
         recompute=units.recompute, mode="overlap",
