@@ -224,7 +224,7 @@ class OmnibalEngine(CheckpointedEngine):
         """What the first and the last stage take of a step; with a spread encoder all ranks together."""
         inputs = [each for each, _ in packs if each is not None]
         if self.spread is not None:
-            inputs = self.spread.encode([each.with_floats(self._placed) for each in inputs])
+            inputs = self.spread.encode(inputs)
         sent = self.module.vlm.sent_tensors(self.module._local_start)
         flat = [sent.flatten(each) for each in inputs] or [()] * len(packs)  # stages behind the first one take labels
         return [(tensors, labels) for tensors, (_, labels) in zip(flat, packs, strict=True)]
@@ -239,10 +239,7 @@ class OmnibalEngine(CheckpointedEngine):
             self.pipe_buffers["labels"][buffer_id] = self._on_device(targets)
 
     def _on_device(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(map(self._placed, tensors))
-
-    def _placed(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, non_blocking=True)
+        return tuple(tensor.to(self.device, non_blocking=True) for tensor in tensors)
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
         # PipelineEngine's own hands the module clones of the inputs, of which no counts are noted.

@@ -388,7 +388,15 @@ class ReplicaExchange(NamedTuple):
 def exchange_of(engine: Any, sums: Sums) -> ReplicaExchange | None:
     """The exchange of an engine's layers; None with one replica, or if DeepSpeed has to reduce gradients itself."""
     encoder = engine.module.encoder
-    if len(encoder) == 0 and (engine.dp_world_size == 1 or own_reduction(engine) is not None):
+    # DeepSpeed reduces them if ZeRO copies gradients to buffers of its own (contiguous gradients, an optimizer on the
+    # host), or if they are to be scaled in another way than by the number of replicas; check_spread_run refuses these.
+    of_its_own = (
+        getattr(engine.optimizer, "cpu_offload", False)
+        or getattr(engine.optimizer, "contiguous_gradients", False)
+        or not engine.postscale_gradients()
+        or engine.gradient_predivide_factor() != 1
+    )
+    if len(encoder) == 0 and (engine.dp_world_size == 1 or of_its_own):
         return None
     # The replicas of this stage: ranks that hold the same layers.
     group = engine.grid.get_data_parallel_group()
@@ -405,15 +413,3 @@ def exchange_of(engine: Any, sums: Sums) -> ReplicaExchange | None:
     sums.take_over()
     reduction = Reduction(sums, layers, apart, engine.communication_data_type)
     return ReplicaExchange(reduction, WeightBroadcast(sums, layers, apart))
-
-
-def own_reduction(engine: Any) -> str | None:
-    """The key of a ds_config because of which DeepSpeed has to reduce gradients itself, if there is one."""
-    # ZeRO copies gradients to buffers of its own, or they are to be scaled in another way than by the replicas.
-    found = {
-        "zero_optimization.offload_optimizer": getattr(engine.optimizer, "cpu_offload", False),
-        "zero_optimization.contiguous_gradients": getattr(engine.optimizer, "contiguous_gradients", False),
-        "prescale_gradients": not engine.postscale_gradients(),
-        "gradient_predivide_factor": engine.gradient_predivide_factor() != 1,
-    }
-    return next((key for key, asked in found.items() if asked), None)

@@ -60,7 +60,7 @@ class SpreadEncoder:
     def encode(self, packs: Sequence[Payload]) -> list[Payload]:
         """From the packs of a step, with pixels, to the same with features; all ranks together.
 
-        ``packs`` are those of this rank, pixels on its device: none on ranks behind the first stage.
+        ``packs`` are those of this rank, on the host: none on ranks behind the first stage.
         """
         vlm, rank = self._module.vlm, dist.get_rank()
         # What is encoded by itself: tiles, or images of any size with their grids; rank after rank, pack after pack.
@@ -70,8 +70,8 @@ class SpreadEncoder:
         rows = grids.prod(axis=1)
         move = Rearrangement(holders, divide(np.stack([rows, rows**2], axis=1), len(found)), len(found))
         empty = torch.empty(0, *vlm.pixel_shape, dtype=self._module.dtype, device=self._device)
-        pixels = {"pixel_values": torch.cat([empty, *(pack.hidden for pack in packs)])}
-        (share,) = exchange(pixels, {"pixel_values": rows}, move).values()
+        pixels = torch.cat([empty, *(pack.hidden.to(self._device, non_blocking=True) for pack in packs)])
+        (share,) = exchange({"pixel_values": pixels}, {"pixel_values": rows}, move).values()
         encoded = self._module.encode(_images(vlm, share, grids[move.brought_to(rank)]))
         features, tokens = {HIDDEN: encoded.hidden, **encoded.features}, _tokens(vlm, rows)
         arrived = exchange(features, dict.fromkeys(features, tokens), move.inverse())
@@ -164,17 +164,29 @@ def states_on_all_ranks() -> Iterator[None]:
 
 def check_spread_run(resolved: ResolvedRun, plan: Plan) -> None:
     """Refuse what a spread encoder cannot run with; a layout without one passes."""
-    layout, vlm = resolved.layout, resolved.vlm
+    layout, vlm, where = resolved.layout, resolved.vlm, "where the encoder is spread"
     if not layout.is_spread:
         return
-    where = "where the encoder is spread"
     if layout.num_tensor > 1:
         raise ConfigError(f"num_tensor must be 1 {where}, got {layout.num_tensor}")
-    count = encoder_layers(vlm.records)
-    if plan.partition.boundaries[1] <= count:
+    # What lets DeepSpeed reduce gradients itself, over a stage's replicas: see `exchange_of`.
+    config, zero = resolved.config, resolved.config.get("zero_optimization", {})
+    asked = {
+        "zero_optimization.offload_optimizer": (zero.get("offload_optimizer") or {}).get("device") == "cpu",
+        "zero_optimization.contiguous_gradients": zero.get("contiguous_gradients"),
+        "prescale_gradients": config.get("prescale_gradients"),
+        "gradient_predivide_factor": config.get("gradient_predivide_factor", 1) != 1,
+    }
+    for key, is_asked in asked.items():
+        if is_asked:
+            raise ConfigError(
+                f"{key} must be left out {where}, got it; the encoder's gradients are summed on all ranks"
+            )
+    first, stop = encoder_layers(vlm.records), plan.partition.boundaries[1]
+    if stop <= first:
         raise ConfigError(
-            f"the first stage of the partition must hold a layer of the language model, whose first is layer {count}, "
-            f"{where}, got one up to layer {plan.partition.boundaries[1]}"
+            f"the first stage of the partition must end in the language model, which begins with layer {first}, "
+            f"{where}, got an end before layer {stop}"
         )
     if not set(vlm.image_integers) <= {GRIDS}:
         raise ConfigError(

@@ -172,6 +172,19 @@ def steps_with_a_resume(cases, folder):
     return found
 
 
+def evaluated_and_saved(cases, folder):
+    """What an evaluation of each case's packs says behind its steps, and weights; a checkpoint goes into the folder."""
+    found = []
+    for number, case in enumerate(cases):
+        engine = engine_of(case)
+        for _ in range(case.steps):
+            engine.train_batch()
+        evaluation = engine.evaluate(engine_of(case).loader)
+        engine.save_checkpoint(Path(folder) / str(number), "end")
+        found.append({"evaluation": evaluation, "weights": weights_of(engine)})
+    return found
+
+
 class SmallDataset:
     """The small samples, several times over, as initialize takes a dataset."""
 

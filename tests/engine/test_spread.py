@@ -6,10 +6,14 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from omnibal.cluster import Encoder
+from omnibal.engine.checkpoint import export
 from omnibal.engine.spread import check_spread_run
 from omnibal.errors import ConfigError
+from omnibal.vlm import load_model
+from tests.engine import test_families as families
 from tests.engine.cases import run_of
 from tests.engine.launch import launch
 from tests.engine.small import Case, names_of, plain_gradients, plain_training, save_small_model, small_samples
@@ -27,6 +31,8 @@ from tests.engine.test_units import (
     STEPS,
     TWO,
 )
+from tests.families.models import small_config
+from tests.vlm.families import family_samples, plain_family_model, plain_steps
 
 pytestmark = pytest.mark.distributed
 
@@ -140,3 +146,63 @@ def test_a_resumed_run_has_every_bit_of_one_that_went_on(num_processes, model, t
             assert resumed["norms"] == whole["norms"][-1:]
             assert all(torch.equal(weight, whole["weights"][name]) for name, weight in resumed["weights"].items())
             assert resumed["weights"].keys() == whole["weights"].keys() != set()
+
+
+def test_every_kind_of_encoder_trains_as_plain_transformers(tmp_path):
+    cases, expected = [], []
+    for family in ("llava", "qwen2_5_vl", "qwen3_vl"):  # tiles; images of any size; features for decoder layers as well
+        folder = tmp_path / family
+        plain_family_model(small_config(family)).save_pretrained(folder)
+        kinds = [record.kind for record in load_model(folder).records]
+        cut = kinds.index("decoder_block") + 1  # a deep-stack feature crosses it
+        more = {"schedule": "zero-bubble", "zero_stage": 1, "steps": STEPS, "extra": families.SETTINGS}
+        cases.append(spread((0, cut, len(kinds)), families.PACKS, model=str(folder), **more))
+        samples = [family_samples(family)] * STEPS
+        expected.append(plain_steps(folder, samples, clipping=families.CLIPPING, **families.ADAM))
+    for results in launch(2, "tests.engine.cases:several_steps", cases):
+        for case, result, (losses, norms, weights) in zip(cases, results, expected, strict=True):
+            assert result["losses"] == pytest.approx(losses, rel=1e-4), case
+            assert result["norms"] == pytest.approx(norms, rel=1e-3), case
+            assert result["weights"]
+            for name, weight in result["weights"].items():
+                torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5, msg=f"{name} in {case}")
+
+
+def test_it_is_evaluated_and_exported_as_the_pipeline_is(model, tmp_path):
+    pipeline = Case((0, 7, 10), ONE, str(model), MIXED, zero_stage=1)
+    both = [spread((0, 7, 10), ONE, model=str(model), zero_stage=1), pipeline]
+    by_rank = launch(2, "tests.engine.cases:evaluated_and_saved", both, str(tmp_path))
+    for apart, whole in by_rank:
+        assert apart["evaluation"].loss == pytest.approx(whole["evaluation"].loss, rel=1e-5)
+        assert apart["evaluation"].samples == whole["evaluation"].samples > 0
+    export(tmp_path / "0" / "end", tmp_path / "exported")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    trained = {name: weight for results in by_rank for name, weight in results[0]["weights"].items()}
+    assert exported.keys() == trained.keys()
+    assert all(torch.equal(exported[name], weight) for name, weight in trained.items())
+
+
+REFUSED = {
+    "num_tensor must be 1 where the encoder is spread": {"tensor": 2},
+    "zero_optimization.contiguous_gradients must be left out": {
+        "extra": {"zero_optimization": {"stage": 1, "contiguous_gradients": True}}
+    },
+    "prescale_gradients must be left out": {"extra": {"prescale_gradients": True}},
+    "gradient_predivide_factor must be left out": {"extra": {"gradient_predivide_factor": 2.0}},
+    "the first stage of the partition must end in the language model, which begins with layer 5": {
+        "boundaries": (0, 5, 10)
+    },
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_a_spread_encoder_cannot_run_with_is_refused(message, model):
+    asked = REFUSED[message]
+    case = spread(asked.get("boundaries", (0, 7, 10)), ONE, model=str(model), extra=asked.get("extra", {}))
+    resolved, plan = run_of(case, num_replicas=1)
+    check_spread_run(*run_of(spread((0, 7, 10), ONE, model=str(model)), num_replicas=1))
+    if "tensor" in asked:
+        layout = replace(resolved.layout, num_tensor=2, encoder=Encoder(0, 4, placement="spread"))
+        resolved = replace(resolved, layout=layout)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_spread_run(resolved, plan)
