@@ -388,6 +388,8 @@ class ReplicaExchange(NamedTuple):
 def exchange_of(engine: Any, sums: Sums) -> ReplicaExchange | None:
     """The exchange of an engine's layers; None with one replica, or if DeepSpeed has to reduce gradients itself."""
     encoder = engine.module.encoder
+    if engine.dp_world_size == 1 and len(encoder) == 0:
+        return None
     # DeepSpeed reduces them if ZeRO copies gradients to buffers of its own (contiguous gradients, an optimizer on the
     # host), or if they are to be scaled in another way than by the number of replicas; check_spread_run refuses these.
     of_its_own = (
@@ -396,7 +398,7 @@ def exchange_of(engine: Any, sums: Sums) -> ReplicaExchange | None:
         or not engine.postscale_gradients()
         or engine.gradient_predivide_factor() != 1
     )
-    if len(encoder) == 0 and (engine.dp_world_size == 1 or of_its_own):
+    if of_its_own:
         return None
     # The replicas of this stage: ranks that hold the same layers.
     group = engine.grid.get_data_parallel_group()
