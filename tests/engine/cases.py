@@ -19,6 +19,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.engine import module as module_file
 from omnibal.engine.initialize import build_engine, initialize
+from omnibal.engine.module import ON_ALL_RANKS
 from omnibal.engine.resolve import ResolvedRun, UserOptimizer
 from omnibal.engine.saved_files import MANIFEST, SavedFile, read_manifest, write_manifest
 from omnibal.errors import DataError, OmnibalError
@@ -169,6 +170,17 @@ def steps_with_a_resume(cases, folder):
             norms = [None if norm is None else float(norm) for norm in norms]
             both.append({"losses": losses, "norms": norms, "weights": weights_of(engine)})
         found.append(both)
+    return found
+
+
+def optimizer_shares(cases):
+    """Of each case the parameters that this rank updates of a spread encoder's, and of its stage's."""
+    found = []
+    for case in cases:
+        groups, shares = engine_of(case).basic_optimizer.param_groups, {True: 0, False: 0}
+        for group in groups:
+            shares[group.get(ON_ALL_RANKS, False)] += sum(parameter.numel() for parameter in group["params"])
+        found.append((shares[True], shares[False]))
     return found
 
 

@@ -168,6 +168,20 @@ def test_every_kind_of_encoder_trains_as_plain_transformers(tmp_path):
                 torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5, msg=f"{name} in {case}")
 
 
+def test_all_ranks_share_the_optimizer_state_of_the_encoder(model):
+    cases = [
+        spread((0, 7, 10), TWO, model=str(model), zero_stage=1, extra=extra) for extra in ({}, BFLOAT16)
+    ]  # in float32 and bfloat16 by two of DeepSpeed's optimizers
+    records = load_model(model).records
+    encoder, first, last = (
+        sum(record.trainable_parameters(()) for record in part) for part in (records[:5], records[5:7], records[7:])
+    )
+    for by_case in zip(*launch(4, "tests.engine.cases:optimizer_shares", cases), strict=True):
+        for rank, (on_all, own) in enumerate(by_case):
+            assert on_all == pytest.approx(encoder / 4, abs=8)  # flat buffers are padded
+            assert own == pytest.approx((first, last)[rank // 2] / 2, abs=8)
+
+
 def test_it_is_evaluated_and_exported_as_the_pipeline_is(model, tmp_path):
     pipeline = Case((0, 7, 10), ONE, str(model), MIXED, zero_stage=1)
     both = [spread((0, 7, 10), ONE, model=str(model), zero_stage=1), pipeline]
