@@ -142,6 +142,9 @@ class DataSection(Section):
     workers: Annotated[int, Field(ge=0)] | None = None
     """DataLoader processes on each rank that decodes images; left out, as many as a step's images need, if there are
     cores for them; 0: the rank's own process reads, and each step waits for its data."""
+    ray: str | None = None
+    """Address of a Ray cluster whose processors read images in place of ``workers`` (``"auto"``: the one that this
+    machine belongs to); see data.md. Streams are read here."""
 
 
 class PackingSection(Section):

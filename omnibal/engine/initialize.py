@@ -193,6 +193,7 @@ def start(workspace: Workspace, model: Any, dataset: Any, own: UserOptimizer) ->
         image_integers=resolved.vlm.image_integers,
         positions=resolved.vlm.positions,
         workers=section.data.workers,
+        ray=section.data.ray,
         pin_memory=get_accelerator().device_name() == "cuda",
     )
     # Samples with lengths are arranged by epochs; of a stream packs are planned as samples come.

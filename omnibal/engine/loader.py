@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from omnibal.cluster import Layout
 from omnibal.data.lengths import SampleLengths
+from omnibal.engine.ray_packs import RayPacks
 from omnibal.errors import ConfigError, DataError, OmnibalError
 from omnibal.feeds.feed import EpochFeed, Feed, PacksFromHere, Share, Step
 from omnibal.feeds.sampler import BalancedBatchSampler
@@ -103,6 +104,8 @@ class PackReader:
     workers: int | None = None
     """DataLoader processes where images are decoded (where only texts are read, one will do); 0 to read in this
     process, when a step begins; None for as many as the images of a step need."""
+    ray: str | None = None
+    """Address of a Ray cluster that decodes images in place of ``workers``."""
     pin_memory: bool = False
     """Whether packs are copied to a GPU."""
     step_seconds: float | None = None
@@ -130,10 +133,16 @@ class PackReader:
             return EpochFeed(sampler, None, self.share)
         share = self.share or Share(sampler.rank, sampler.num_replicas)
         micro_batches = sampler.num_replicas * sampler.micro_batches // share.num_shares
+        packs = PacksFromHere(sampler, share)
+        if self.ray is not None and self.view == "images":
+            remote = RayPacks(
+                dataset, packs, self.collate, address=self.ray, count=micro_batches, pin=self.pin_memory
+            )  # fmt: skip
+            return EpochFeed(sampler, remote, share)
         workers = self._workers(sampler, share, micro_batches)
         reader: DataLoader[Batch] = DataLoader(
             cast(Dataset[Any], dataset if self.view == "images" else TextView(dataset)),
-            batch_sampler=PacksFromHere(sampler, share),
+            batch_sampler=packs,
             collate_fn=self.collate,
             num_workers=workers,
             # DataLoader reads workers · prefetch_factor packs ahead: those of one step, rounded up.

@@ -150,6 +150,10 @@ def _checked(section: OmnibalSection) -> tuple[int, Mixture | None]:
         )
     if mixture == "repeat_time":
         raise ConfigError("omnibal.data.mixture must be shares by source for streams, got 'repeat_time'")
+    if section.data.ray is not None:
+        raise ConfigError(
+            f"omnibal.data.ray must be left out for a stream, which is read here, got {section.data.ray!r}"
+        )
     if packing.method != "balanced":
         raise ConfigError(f"omnibal.packing.method must be 'balanced' for a stream, got {packing.method!r}")
     return steps, mixture
