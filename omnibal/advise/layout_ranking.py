@@ -305,7 +305,8 @@ class LayoutRanking:
             for allocation in found:
                 encoder, language = allocation.units["vision"], allocation.units["language"]
                 fewer, more = sorted((encoder.num_replicas, language.num_replicas))
-                if more % fewer == 0:
+                packs = allocation.micro_batches * language.num_replicas
+                if more % fewer == 0 and packs % encoder.num_replicas == 0:
                     own = Encoder(encoder.num_stages, encoder.num_replicas, encoder.num_tensor)
                     stages = own.num_stages + language.num_stages
                     layout = self._layout(stages, language.num_replicas, language.num_tensor, own)

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from omnibal.cluster import Layout
 from omnibal.engine.checkpointed import CheckpointedEngine
 from omnibal.engine.loader import Batch, Loader, Steps, VlmDataset, read_step
 from omnibal.engine.module import joined
@@ -29,8 +28,6 @@ from omnibal.engine.table import floats_of
 from omnibal.errors import ConfigError, OmnibalError, said
 from omnibal.feeds.feed import Step
 from omnibal.loss import EVALUATION_STATISTICS, targets_of
-from omnibal.pipeline.schedule import Schedule
-from omnibal.pipeline.units import unit_schedule
 from omnibal.plan import Plan
 from omnibal.ranks import gather, rank_zero_first
 from omnibal.vlm.passes import DevicePeak, overhead_bytes
@@ -63,13 +60,6 @@ class StagePeaks:
     overhead: tuple[int, ...]
 
 
-def _table_of(plan: Plan, layout: Layout) -> Schedule | None:
-    """The schedule that the engine runs as a table; None where DeepSpeed's own runs."""
-    if layout.has_units:
-        return unit_schedule(layout, plan.micro_batches, plan.schedule)
-    return None if plan.schedule == "1f1b" else plan.make_schedule()
-
-
 class OmnibalEngine(CheckpointedEngine):
     """Trains a VlmPipelineModule on the packs of a loader.
 
@@ -95,7 +85,7 @@ class OmnibalEngine(CheckpointedEngine):
         **deepspeed_arguments: Any,
     ) -> None:
         super().__init__(
-            table=_table_of(plan, resolved.layout),
+            table=plan.make_schedule() if plan.runs_table else None,
             pending_bytes=None if plan.predicted is None else [s.pending_bytes for s in plan.predicted.stages],
             **deepspeed_arguments,
         )

@@ -18,8 +18,8 @@ from omnibal.cluster import Layout
 from omnibal.config import micro_batches_of
 from omnibal.engine.resolve import ResolvedRun
 from omnibal.errors import ConfigError
+from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.units import unit_schedule
-from omnibal.plan import Plan
 
 Pair = tuple[int, int]
 """A rank, and one of the next stage."""
@@ -104,18 +104,13 @@ class UnequalGrid(PipelineParallelGrid):
         return int(self._topo.get_rank(pipe=stage_id, data=replica % self._topo.replicas[stage_id]))
 
 
-def check_unit_run(resolved: ResolvedRun, plan: Plan) -> None:
+def check_unit_run(resolved: ResolvedRun, partition: Partition) -> None:
     """Refuse what units cannot run; a layout without an encoder of its own passes."""
     layout, config = resolved.layout, resolved.config
     if not layout.has_units:
         return
-    unit_schedule(layout, plan.micro_batches, plan.schedule)  # replicas and micro-batches
+    unit_schedule(layout, micro_batches_of(config), "1f1b")  # replicas and micro-batches
     where = "where the encoder has replicas of its own"
-    if plan.schedule == "1f1b":
-        raise ConfigError(
-            f"omnibal.pipeline.schedule must be 'zero-bubble' or 'zero-bubble-lean' {where}, got '1f1b', whose "
-            "transfers block"
-        )
     num_tensor = max(layout.shape(stage)[1] for stage in range(layout.num_stages))
     if num_tensor > 1:
         raise ConfigError(f"num_tensor must be 1 {where}, got {num_tensor}")
@@ -124,7 +119,7 @@ def check_unit_run(resolved: ResolvedRun, plan: Plan) -> None:
     stages: dict[str, set[int]] = {}
     for index, record in enumerate(resolved.vlm.records):
         if record.tied_key is not None:
-            stages.setdefault(record.tied_key, set()).add(bisect_right(plan.partition.boundaries, index) - 1)
+            stages.setdefault(record.tied_key, set()).add(bisect_right(partition.boundaries, index) - 1)
     for key, found in stages.items():
         if len(found) > 1:
             raise ConfigError(

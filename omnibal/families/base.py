@@ -47,6 +47,14 @@ def is_named(layer: Layer, words: Collection[str]) -> bool:
     return any(word in words for word in (layer.module, common_name(layer), layer.kind, ONLY + layer.kind))
 
 
+def encoder_layers(layers: Iterable[Layer]) -> int:
+    """How many of the first layers are the encoder's: all before the first one of the language model."""
+    found = next((index for index, layer in enumerate(layers) if layer.module == "language"), 0)
+    if found == 0:
+        raise ConfigError("a model must begin with an encoder to place it, got one that begins with language layers")
+    return found
+
+
 class TrainedCount(NamedTuple):
     """How many parameters are trained, of how many."""
 
@@ -90,14 +98,6 @@ class LayerRecord:
 
     def trained(self, frozen: Collection[str]) -> TrainedCount:
         return TrainedCount(self.trainable_parameters(frozen), self.sizes["parameters"])
-
-
-def encoder_layers(layers: Sequence[Layer]) -> int:
-    """How many of a model's first layers are the encoder's: all before the first one of the language model."""
-    found = next((index for index, layer in enumerate(layers) if layer.module == "language"), 0)
-    if found == 0:
-        raise ConfigError("a model must begin with an encoder to place it, got one that begins with language layers")
-    return found
 
 
 def vision_unit_of(layers: Iterable[Layer]) -> str:

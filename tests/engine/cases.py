@@ -28,7 +28,6 @@ from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan, Prediction, StagePrediction
 from omnibal.vlm import load_model
-from omnibal.workspace import Workspace
 from tests.engine.deep import DeepModel
 from tests.engine.small import IMAGE_TOKEN, small_samples
 from tests.vlm.families import family_samples, pack_of
@@ -99,8 +98,9 @@ def run_of(case, *, num_replicas):
         stage_of_plan = StagePrediction(1.0, 2.0, 0.0, 0.1, case.pending_bytes, StageMemory(*range(9)))
         predicted = Prediction(1.0, 8.0, 0.1, (stage_of_plan,) * num_stages)
     plan = Plan(
-        PackLimits(9, 99), micro_batches, Partition(case.boundaries), recompute, predicted, schedule=case.schedule
-    )
+        PackLimits(9, 99), micro_batches, Partition(case.boundaries), recompute, predicted, schedule=case.schedule,
+        layout=layout,
+    )  # fmt: skip
     return resolved, plan
 
 
@@ -305,14 +305,10 @@ def train(config, first_step, last_step, folder, save_at=None):
     }
 
 
-def train_units(config, encoder, num_replicas, steps):
-    """Losses, weights and decoded samples of a run on a dataset; no key of a ds_config asks for units yet."""
-    with pytest.MonkeyPatch.context() as patch:
-        if encoder is not None:
-            layout = replace(layout_of(config, 2, num_replicas), encoder=encoder)
-            patch.setattr(Workspace, "layout_on", lambda *_, **__: layout)
-        dataset = SmallDataset()
-        engine, *_ = initialize(config=config, dataset=dataset)
+def train_units(config, steps):
+    """Losses, weights and decoded samples of a run on a dataset."""
+    dataset = SmallDataset()
+    engine, *_ = initialize(config=config, dataset=dataset)
     losses = [engine.train_batch().item() for _ in range(steps)]
     return {"losses": losses, "weights": weights_of(engine), "decoded": dataset.decoded}
 
@@ -336,6 +332,18 @@ def train_all(configs, *arguments):
 def refusals(configs):
     """What initialize says to each configuration, as this rank hears it; None where it accepts."""
     return [_refusal(lambda config=config: initialize(config=config, dataset=SmallDataset())) for config in configs]
+
+
+class Unmeasured(SmallDataset):
+    """The small samples, whose lengths nobody may ask for yet."""
+
+    def lengths(self):
+        raise RuntimeError("samples are measured")
+
+
+def early_refusals(configs):
+    """As refusals, of what must be refused before samples are measured."""
+    return [_refusal(lambda config=config: initialize(config=config, dataset=Unmeasured())) for config in configs]
 
 
 def flawed_datasets(config, flaws, index):
