@@ -253,8 +253,8 @@ class LayoutRanking:
 
         ``seconds`` is what a mean micro-batch takes on a stage.
         """
-        passing = FILL * seconds + 2 * self._transfer(part, layout, samples)
-        return (layout.num_stages - 1) * self._uneven(samples) * passing
+        passing = FILL * seconds * self._uneven(samples) + 2 * self._transfer(part, layout, samples)
+        return (layout.num_stages - 1) * passing
 
     def _uneven(self, samples: float) -> float:
         """The largest of even micro-batches of so many samples over a mean one."""

@@ -49,6 +49,8 @@ MOST_PLACED: Final = 16
 """Layouts and numbers of micro-batches of each kind that are placed and fit."""
 MOST_TRIED: Final = 24
 """Layouts and numbers of micro-batches of each kind that are tried, with those that turn out not to fit."""
+MARGIN: Final = 1.15
+"""Ranked layouts are tried while the formula says that they take at most so many times the fastest step so far."""
 SHARDINGS: Final[tuple[Sharding, ...]] = ("zero1", "zero2", "zero3")
 
 
@@ -168,8 +170,7 @@ class _Weighing:
         for ranked in self.ranking.rank(kind, missing):
             if tried == MOST_TRIED or placed == MOST_PLACED:
                 break
-            # What the formula says is hardly ever reached: it leaves out transfers, sums of gradients and some memory.
-            if not found or ranked.seconds <= min(step.step_seconds for step in found):
+            if not found or ranked.seconds <= MARGIN * min(step.step_seconds for step in found):
                 steps = list(self._placed(ranked, missing))
                 found += steps
                 tried, placed = tried + 1, placed + bool(steps)
