@@ -38,6 +38,8 @@ def complete_deepspeed_config(config: dict[str, Any], layout: Layout) -> dict[st
         "train_batch_size": micro_batches * layout.num_replicas,
         # Contiguous gradients are two buffers of reduce_bucket_size, of no use where gradients stay on their stage.
         "zero_optimization": {"contiguous_gradients": False} | config.get("zero_optimization", {}),
+        # Both default to true, and keep the first pack's shapes.
+        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
         # A synchronized throughput timer drains the device before each forward pass.
         "timers": {
             **config.get("timers", {}),
@@ -177,6 +179,8 @@ def keys_of_plan(config: dict[str, Any], section: OmnibalSection, plan: Plan, pa
     if own is not None and own.encoder != planned:  # left out, it is what the plan says
         asked = None if planned is None else {"num_stages": planned.num_stages, "num_replicas": planned.num_replicas}
         values["omnibal", "pipeline", "encoder"] = asked
+    if section.pipeline.num_tensor not in ("auto", plan.layout.num_tensor):
+        values["omnibal", "pipeline", "num_tensor"] = plan.layout.num_tensor
     return values
 
 

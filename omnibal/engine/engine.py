@@ -134,9 +134,11 @@ class OmnibalEngine(CheckpointedEngine):
         """One step; what it computes and receives, without the reading of its samples, runs under the meter."""
         step, packs = self._next_step(self.loader, steps)
         self.last_step = step
-        # Every step of every rank draws dropout masks from a stream of its own, so that a resumed run draws the same
-        # without stored generator states.
-        stream = [self.resolved.section.model.seed, self.global_steps, self.global_rank]
+        # Every step of every stage and replica draws dropout masks from a stream of its own, so that a resumed run
+        # draws the same without stored generator states. Tensor ranks share it: whole weights stay the same on them.
+        place = self.resolved.layout.place(self.global_rank)
+        first = self.resolved.layout.rank(place.stage, place.replica)
+        stream = [self.resolved.section.model.seed, self.global_steps, first]
         torch.manual_seed(np.random.SeedSequence(stream).generate_state(1)[0])
         # DeepSpeedEngine._take_model_step adds train_batch_size(), one a pack, when the optimizer has stepped.
         self.global_samples += step.num_samples - self.train_batch_size()
@@ -174,8 +176,9 @@ class OmnibalEngine(CheckpointedEngine):
             totals += self._forward_only(len(packs) or loader.micro_batches)
         self.module.train()
         self.set_dataiterator(training_iterator)
-        # Sums over the last stages of all replicas, which every rank learns: the other stages bring zeros.
-        totals = totals.to(self.device)
+        # Sums over the last stages of all replicas, which every rank learns: the other stages bring zeros, and of
+        # tensor ranks, which have the same, the first one brings them.
+        totals = totals.to(self.device) * (self.module.ranks.rank == 0)
         dist.all_reduce(totals)
         loss, targets, exact, samples = totals.tolist()
         return Evaluation(loss / max(targets, 1), exact / max(samples, 1), int(samples))

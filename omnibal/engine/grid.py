@@ -12,7 +12,12 @@ from typing import Any
 
 from deepspeed.runtime.pipe import module as pipe_module
 from deepspeed.runtime.pipe import p2p
-from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
+from deepspeed.runtime.pipe.topology import (
+    PipeDataParallelTopology,
+    PipelineParallelGrid,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
 
 from omnibal.cluster import Layout
 from omnibal.config import micro_batches_of
@@ -26,7 +31,7 @@ Pair = tuple[int, int]
 
 
 def pairs_below(layout: Layout, stage: int) -> list[list[Pair]]:
-    """The pairs that micro-batches cross behind a stage, in rounds without a rank in two pairs.
+    """The pairs that micro-batches cross behind a stage, in rounds without a rank in two pairs; tensor ranks each send.
 
     A rank of the side with fewer replicas passes its micro-batch ``m`` in round ``m mod rounds``; a rank of the other
     side is in one round only.
@@ -36,12 +41,27 @@ def pairs_below(layout: Layout, stage: int) -> list[list[Pair]]:
         >>> pairs_below(Layout(num_stages=2, num_replicas=2, encoder=Encoder(num_stages=1, num_replicas=1)), 0)
         [[(0, 1)], [(0, 2)]]
     """
-    upper, lower = (layout.shape(each)[0] for each in (stage, stage + 1))
+    (upper, num_tensor), (lower, _) = layout.shape(stage), layout.shape(stage + 1)
     fewer, more = sorted((upper, lower))
     return [
-        [(layout.rank(stage, n % upper), layout.rank(stage + 1, n % lower)) for n in range(first, first + fewer)]
+        [
+            (layout.rank(stage, n % upper, tensor), layout.rank(stage + 1, n % lower, tensor))
+            for n in range(first, first + fewer)
+            for tensor in range(num_tensor)
+        ]
         for first in range(0, more, fewer)
     ]
+
+
+def topology_of(layout: Layout) -> ProcessTopology:
+    """DeepSpeed's view of which rank is which; a layout numbers ranks as DeepSpeed's own topologies do."""
+    if layout.has_units:
+        return UnequalTopology(layout)
+    shape = {"num_pp": layout.num_stages, "num_dp": layout.num_replicas}
+    # One more axis renames a checkpoint's files.
+    if layout.num_tensor == 1:
+        return PipeDataParallelTopology(**shape)
+    return PipeModelDataParallelTopology(num_mp=layout.num_tensor, **shape)
 
 
 class UnequalTopology(ProcessTopology):

@@ -286,7 +286,8 @@ def read_step(
     except Exception as error:  # any failure must reach the other ranks
         failure = error
     place = layout.place(rank)
-    is_first, is_last = place.stage == 0, place.stage == layout.num_stages - 1
+    # Of tensor ranks, which read the same packs, the first one counts.
+    is_first, is_last = (place.tensor == 0 and place.stage == end for end in (0, layout.num_stages - 1))
     before_waits = 2 + layout.num_columns
     counts = torch.zeros(before_waits + layout.num_devices, dtype=torch.int64)
     counts[before_waits + rank] = round(1e6 * (perf_counter() - started))

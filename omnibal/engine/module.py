@@ -10,11 +10,10 @@ import torch.distributed as dist
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.constants import PIPE_REPLICATED
-from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import Tensor, nn
 
 from omnibal.config import OptimizerSection
-from omnibal.engine.grid import UnequalTopology, unequal_grids
+from omnibal.engine.grid import topology_of, unequal_grids
 from omnibal.engine.resolve import ParameterGroup, ResolvedRun, Weights
 from omnibal.families.base import Module, encoder_layers
 from omnibal.plan import Plan
@@ -22,6 +21,7 @@ from omnibal.ranks import gather, run_on_all_ranks
 from omnibal.vlm.attention import sample_lengths
 from omnibal.vlm.backward import run_layer
 from omnibal.vlm.payload import PackCounts, Payload, note_counts
+from omnibal.vlm.tensor import TensorGroup, share_layer
 from omnibal.vlm.weights import load_layer
 
 PLACEHOLDER: Final = "placeholder"  # in place of a name on disk
@@ -43,13 +43,11 @@ class VlmPipelineModule(PipelineModule):
         self.__dict__["layout"] = resolved.layout
         # PipelineModule keeps the specs, which hold this reader: it lets go of weights in memory when layers are built.
         # It makes the groups of each stage's replicas and each replica's stages, then builds this stage's layers.
-        reader = _LayerReader(resolved, weights)
-        layout = resolved.layout
-        rectangle = PipeDataParallelTopology(num_pp=plan.num_stages, num_dp=layout.num_replicas)
-        with unequal_grids() if layout.has_units else nullcontext():
+        reader = self.__dict__["reader"] = _LayerReader(resolved, weights)
+        with unequal_grids() if resolved.layout.has_units else nullcontext():
             super().__init__(
                 layers=[_layer_spec(reader, index) for index in range(len(resolved.vlm.records))],
-                topology=UnequalTopology(layout) if layout.has_units else rectangle,
+                topology=topology_of(resolved.layout),
                 loss_fn=self._loss,
                 dynamic_shape=True,  # packs differ in length: without it DeepSpeed keeps the first one's shapes
             )
@@ -151,7 +149,16 @@ class VlmPipelineModule(PipelineModule):
                 found.setdefault(parameter, (names[name], self.vlm.records[index].module))
         return found
 
+    @property
+    def ranks(self) -> TensorGroup:
+        """The ranks that share this stage's layers."""
+        grid = self._grid  # made before layers are built
+        return TensorGroup(
+            grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size(), grid.get_slice_parallel_group()
+        )
+
     def _build(self) -> None:
+        self.reader.ranks = self.ranks
         # Weights that do not fit are found on one stage only; the others are told, or they would wait for it.
         run_on_all_ranks(super()._build, where=f"rank {self.global_rank}, stage {self.stage_id}")
 
@@ -288,6 +295,7 @@ class _LayerReader:
 
     def __init__(self, resolved: ResolvedRun, weights: Weights | None) -> None:
         self.resolved, self.weights = resolved, weights
+        self.ranks = TensorGroup()
 
     def build(self, index: int) -> nn.Module:
         resolved, source = self.resolved, self.weights
@@ -295,10 +303,11 @@ class _LayerReader:
         module = vlm.build_layer(index, seed=settings.seed if source is None else None, dtype=resolved.dtype)
         if source is not None:
             vlm.begin_adapters(index, module, seed=settings.seed)
+        share_layer(vlm, index, module, self.ranks)
         # The first replica of each stage reads weights. Those of the others stay NaN until DeepSpeedEngine.__init__
         # sends them the first one's parameters (_broadcast_model), as it always does: no file is read per replica.
         if source is not None and resolved.layout.place(dist.get_rank()).replica == 0:
-            load_layer(vlm, index, module, source)
+            load_layer(vlm, index, module, source, vlm.slices(index, self.ranks.size, self.ranks.rank))
         assert module.state_dict().keys() == dict(module.named_parameters()).keys(), "DeepSpeed sends parameters only"
         record, names = vlm.records[index], vlm.weight_names(index)
         for name, parameter in module.named_parameters():

@@ -25,9 +25,11 @@ from deepspeed.comm import ReduceOp
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor, nn
 
 from omnibal.vlm.backward import add_gradient
+from omnibal.vlm.tensor import COUNTED, partial_parameters
 
 # Rows of at least so many numbers are sent from their own memory; shorter ones are copied into one message.
 _ALONE: Final = 2**18
@@ -173,6 +175,7 @@ class Bfloat16Sums(_OwnedSums):
         # BF16_Optimizer.step takes the norm of get_grads_for_norm over the model-parallel group. Its own needs all
         # gradients on every replica, and here each replica has only its shares: the norm is one over all processes,
         # and differs from DeepSpeed's in its last bits.
+        self._mpu = self._optimizer.mpu
         self._optimizer.mpu = SimpleNamespace(get_model_parallel_group=lambda: dist.group.WORLD)
         self._optimizer.get_grads_for_norm = self._owned
 
@@ -201,10 +204,12 @@ class Bfloat16Sums(_OwnedSums):
     def _owned(self, for_clipping: bool = False) -> Any:
         """Gradients of this rank's own shares, in the form of ``BF16_Optimizer.get_grads_for_norm``."""
         device = self._optimizer.bf16_groups_flat[0].device
+        is_first = bwc_tensor_model_parallel_rank(self._mpu) == 0
         owned = [torch.zeros(1, device=device)]  # a replica may own no part, and the norm needs a tensor
         for parameter, (group, _) in self._places.items():
-            # A tied weight counts once, on the first of its stages.
-            if for_clipping or not getattr(parameter, PIPE_REPLICATED, False):
+            # A tied weight counts once, on the first of its stages; what all tensor ranks hold on the first of them.
+            is_counted = is_first or getattr(parameter, COUNTED, False)
+            if for_clipping or (is_counted and not getattr(parameter, PIPE_REPLICATED, False)):
                 row, rank = self._row(parameter), self._ranks[group]
                 owned += [row[start:stop] for owner, start, stop in self.parts(parameter) if owner == rank]
         return owned if for_clipping else (owned, {})
@@ -402,8 +407,10 @@ def exchange_of(engine: Any, sums: Sums) -> ReplicaExchange | None:
         return None
     # The replicas of this stage: ranks that hold the same layers.
     group = engine.grid.get_data_parallel_group()
-    # Gradients of tied weights are first added up between their stages, so they can only leave last.
+    # Gradients of tied weights are first added up between their stages, and partial ones over the tensor ranks, so they
+    # can only leave last.
     others = [weight for weight, _ in engine.module.get_tied_weights_and_groups()] + list(engine.module.placeholders)
+    others += partial_parameters(engine.module)
     seen, layers = set(others), []
     # A weight that two layers share belongs to the first of them: its gradient is complete when that one has run.
     held = [(layer, dist.group.WORLD) for layer in encoder] + [(layer, group) for layer in engine.module.forward_funcs]

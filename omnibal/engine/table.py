@@ -29,6 +29,7 @@ from omnibal.pipeline.schedule import Instruction, Operation, Schedule
 from omnibal.ranks.agreement import hosts_of, unreachable
 from omnibal.vlm.backward import WeightGradients, defer_linears
 from omnibal.vlm.payload import PackCounts, note_counts
+from omnibal.vlm.tensor import add_up, partial_parameters
 
 
 class RunEntry(deepspeed_schedule.PipeInstruction):
@@ -182,6 +183,9 @@ class TableEngine(PipelineEngine):
         # The passes of the stage have ended: start the layers whose hook has not run, as with packs without images.
         self._start_reductions(len(self.module.encoder))
         super()._exec_reduce_tied_grads()
+        if self.module.ranks.size > 1:
+            partial_sums = {each: self.sums.take(each) for each in partial_parameters(self.module)}
+            add_up(partial_sums, self.module.ranks)
         if self.spread is not None:
             self.spread.backward()
             self._start_reductions(0)
@@ -205,7 +209,7 @@ class TableEngine(PipelineEngine):
     def _exec_backward_pass(self, buffer_id: int) -> None:
         super()._exec_backward_pass(buffer_id)
         self._backwards_left -= 1
-        if self._backwards_left == 0 and self.exchange is not None:
+        if self._backwards_left == 0:
             self.sums.end_passes()
 
     def _before_layer(self, layer: int, hidden: Tensor) -> None:

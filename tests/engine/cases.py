@@ -90,7 +90,7 @@ def run_of(case, *, num_replicas):
     } | case.extra
     config, section = read_config(content)
     vlm = DeepModel(case.model) if case.deep else load_model(case.model, section.model.lora, case.frozen)
-    layout = replace(layout_of(config, num_stages, num_replicas), encoder=case.encoder)
+    layout = replace(layout_of(config, num_stages, num_replicas), encoder=case.encoder, num_tensor=case.num_tensor)
     resolved = ResolvedRun(config, section, Path(case.model), vlm, layout)
     recompute = tuple(islice(cycle(case.recompute), len(vlm.records)))
     predicted = None
