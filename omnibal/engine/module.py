@@ -51,7 +51,7 @@ class VlmPipelineModule(PipelineModule):
                 loss_fn=self._loss,
                 dynamic_shape=True,  # packs differ in length: without it DeepSpeed keeps the first one's shapes
             )
-        spread = range(encoder_layers(resolved.vlm.records)) if layout.is_spread else range(0)
+        spread = range(encoder_layers(resolved.vlm.records)) if resolved.layout.is_spread else range(0)
         self.encoder = nn.ModuleList(run_on_all_ranks(lambda: [reader.build(index) for index in spread]))
         reader.weights = None
         # With a spread encoder that trains no stage is frozen: its gradients come out of the first stage.
