@@ -260,25 +260,10 @@ class Workspace:
         return found
 
     def layout_on(
-        self,
-        num_devices: int,
-        devices: str,
-        num_layers: int,
-        *,
-        num_stages: int | None = None,
-        num_tensor: int | None = None,
+        self, num_devices: int, devices: str, num_layers: int, *, num_stages: int | None = None, num_tensor: int = 1
     ) -> Layout:
-        """How the run lies on some devices: stages as asked for, of the plan, or as many as there are devices.
-
-        Args:
-            num_tensor: Ranks that share each layer; None: as asked for, of the plan, or 1.
-        """
-        pipeline, encoder = self.section.pipeline, self.encoder
-        stages, asked = num_stages or pipeline.num_stages, pipeline.num_tensor
-        if num_tensor is None and asked == "auto":
-            num_tensor = 1 if self.named_plan is None else self.named_plan.layout.num_tensor
-        elif num_tensor is None:
-            num_tensor = int(asked)
+        """How the run lies on some devices: stages as asked for, of the plan, or as many as there are devices."""
+        stages, encoder = num_stages or self.section.pipeline.num_stages, self.encoder
         if stages == "auto" and self.named_plan is not None:
             stages = self.named_plan.num_stages
         elif stages == "auto" and encoder is not None:  # one pipeline of all others

@@ -179,8 +179,6 @@ def keys_of_plan(config: dict[str, Any], section: OmnibalSection, plan: Plan, pa
     if own is not None and own.encoder != planned:  # left out, it is what the plan says
         asked = None if planned is None else {"num_stages": planned.num_stages, "num_replicas": planned.num_replicas}
         values["omnibal", "pipeline", "encoder"] = asked
-    if section.pipeline.num_tensor not in ("auto", plan.layout.num_tensor):
-        values["omnibal", "pipeline", "num_tensor"] = plan.layout.num_tensor
     return values
 
 
