@@ -56,6 +56,11 @@ def request_of(
 ) -> PlanRequest:
     """What the ds_config asks of a plan, but for what is given."""
     packing, pipeline = workspace.section.packing, workspace.section.pipeline
+    if pipeline.encoder is not None:
+        raise ConfigError(
+            "omnibal.pipeline.encoder must be left out to plan, which searches pipelines of equal replicas only; "
+            "`--layout units` weighs an encoder with devices of its own"
+        )
     layout = layout_of(workspace.config, 1, 1)
     return PlanRequest(
         cluster=workspace.cluster,

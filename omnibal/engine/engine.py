@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from omnibal.cluster import Layout
 from omnibal.engine.checkpointed import CheckpointedEngine
 from omnibal.engine.loader import Batch, Loader, Steps, VlmDataset, read_step
 from omnibal.engine.module import joined
@@ -58,6 +59,14 @@ class StagePeaks:
     # Beside torch's allocator: contexts, libraries, communicators, other processes' memory on the same device; zeros
     # without a CUDA device.
     overhead: tuple[int, ...]
+
+
+def _check_evaluation(layout: Layout) -> None:
+    if layout.has_units:  # DeepSpeed's InferenceSchedule runs, whose transfers pair equal replicas
+        raise ConfigError(
+            "evaluate must not be called where the encoder has replicas of its own, and omnibal.data.held_out be left "
+            "out; evaluate a checkpoint"
+        )
 
 
 class OmnibalEngine(CheckpointedEngine):
@@ -153,15 +162,13 @@ class OmnibalEngine(CheckpointedEngine):
 
     def held_out_loader(self, dataset: VlmDataset) -> Loader:
         """A loader of held-out samples for ``evaluate``, all ranks together."""
+        _check_evaluation(self.resolved.layout)
         lengths = rank_zero_first(lambda: checked_lengths(dataset), doing="measures held-out samples", where=self.where)
         return self.loader.over(CheckedSamples(dataset, lengths, SampleRules.of(self.module.vlm)), lengths)
 
     def evaluate(self, loader: Loader) -> Evaluation:
         """Measure loss and accuracy on one epoch of the packs of a ``held_out_loader``, all ranks together."""
-        if self.resolved.layout.has_units:  # DeepSpeed's InferenceSchedule runs, whose transfers pair equal replicas
-            raise ConfigError(
-                "evaluate must not be called where the encoder has replicas of its own; evaluate a checkpoint"
-            )
+        _check_evaluation(self.resolved.layout)
         if loader is self.loader:
             raise ConfigError(
                 "loader must be of held-out samples, got that of training; engine.held_out_loader(dataset) makes one"

@@ -121,6 +121,8 @@ def stream_loader(
     workspace: Workspace, resolved: ResolvedRun, sources: Any, place: PipelinePosition, reader: PackReader
 ) -> tuple[Plan, Loader]:
     """The plan of a run on streams, and this rank's loader."""
+    if resolved.layout.has_units:
+        raise ConfigError("samples must have lengths() where the encoder has replicas of its own, got a stream")
     section, rules = workspace.section, SampleRules.of(resolved.vlm)
     num_steps, mixture = _checked(section)
     plan = workspace.resolve_plan(resolved.vlm.records, resolved.layout, None)

@@ -300,6 +300,11 @@ def test_what_training_would_refuse_is_not_planned(refusal, ds_config, tmp_path,
     assert not (tmp_path / "run" / "plan.json").exists()
 
 
+def test_an_encoder_with_devices_of_its_own_is_not_planned(refusal, ds_config):
+    config = ds_config(pipeline={"encoder": {"num_stages": 1, "num_replicas": 2}})
+    assert "omnibal.pipeline.encoder must be left out to plan" in refusal("plan", config)
+
+
 def test_a_batch_size_follows_on_the_ds_configs_own_cluster(omnibal, ds_config):
     config = ds_config(deepspeed={"train_batch_size": 4})
     assert "chosen: " in omnibal("plan", config, "--cluster", "2x8xA100-80GB").stdout
