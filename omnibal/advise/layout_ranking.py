@@ -146,6 +146,8 @@ class LayoutRanking:
 
     scenario: Scenario
     profiles: Callable[[int, int], ModelProfile]
+    num_stages: int | None = None
+    """Stages that every pipeline has; None: any number. Those of units count the encoder's."""
     _counts: dict[tuple[int, int], tuple[PartCounts, PartCounts]] = field(default_factory=dict)
     refused: dict[tuple[int, int], str] = field(default_factory=dict)
     """Why tensor degrees of encoder and LLM cannot be, as far as they were tried."""
@@ -201,7 +203,7 @@ class LayoutRanking:
         ranks, left = divmod(self._cluster.num_devices, degree)
         # One stage on one device is no pipeline but data parallelism, which is weighed as ZeRO.
         for stages in range(2 if degree == 1 else 1, min(ranks, most_stages, MOST_STAGES) + 1):
-            if left == 0 and ranks % stages == 0:
+            if left == 0 and ranks % stages == 0 and self.num_stages in (None, stages):
                 yield self._layout(stages, ranks // stages, degree)
 
     def _formula(self, layout: Layout, micro_batches: int, level: Level) -> float:
@@ -305,12 +307,13 @@ class LayoutRanking:
             for allocation in found:
                 encoder, language = allocation.units["vision"], allocation.units["language"]
                 fewer, more = sorted((encoder.num_replicas, language.num_replicas))
-                packs = allocation.micro_batches * language.num_replicas
-                if more % fewer == 0 and packs % encoder.num_replicas == 0:
+                if more % fewer == 0 and self.num_stages in (None, encoder.num_stages + language.num_stages):
                     own = Encoder(encoder.num_stages, encoder.num_replicas, encoder.num_tensor)
                     stages = own.num_stages + language.num_stages
                     layout = self._layout(stages, language.num_replicas, language.num_tensor, own)
-                    yield from ((layout, count, "none") for count in self.micro_batches(layout))
+                    for count in self.micro_batches(layout):
+                        if count * layout.num_replicas % own.num_replicas == 0:
+                            yield layout, count, "none"
 
     @property
     def _cluster(self) -> Cluster:

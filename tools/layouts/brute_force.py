@@ -116,7 +116,7 @@ def _units(ranking: LayoutRanking) -> Iterator[tuple[Layout, int, str]]:
             if more % fewer == 0 and ranking._counted(own[2], degree) is not None:
                 layout = ranking._layout(own[0] + stages, replicas, degree, Encoder(*own))
                 for micro_batches in ranking.micro_batches(layout):
-                    if replicas * micro_batches >= own[1]:
+                    if replicas * micro_batches % own[1] == 0:
                         yield layout, micro_batches, "none"
 
 
