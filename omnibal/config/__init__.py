@@ -11,13 +11,11 @@ from omnibal.config.rules import (
     keys_of_plan,
     layout_of,
     micro_batches_of,
-    partition_of,
     resolve_plan,
     sums_in_float32,
 )
 from omnibal.config.section import (
     DataSection,
-    EncoderSection,
     LearningRates,
     LoraSection,
     ModelSection,
@@ -32,7 +30,6 @@ from omnibal.config.section import (
 
 __all__ = [
     "DataSection",
-    "EncoderSection",
     "LearningRates",
     "LoraSection",
     "ModelSection",
@@ -52,7 +49,6 @@ __all__ = [
     "keys_of_plan",
     "layout_of",
     "micro_batches_of",
-    "partition_of",
     "read_config",
     "resolve_plan",
     "sums_in_float32",
