@@ -4,7 +4,7 @@ import json
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -29,9 +29,20 @@ Precision = Literal["bfloat16", "float32"]
 
 
 def replicas_of(
-    num_stages: int, num_devices: int, *, num_layers: int, num_tensor: int = 1, devices: str = "devices"
+    num_stages: int,
+    num_devices: int,
+    *,
+    num_layers: int,
+    num_tensor: int = 1,
+    devices: str = "devices",
+    encoder: "Encoder | None" = None,
 ) -> int:
-    """How many replicas of a pipeline some devices hold, ``num_tensor`` of which share each layer."""
+    """How many replicas of a pipeline some devices hold, ``num_tensor`` of which share each layer.
+
+    ``encoder`` has devices of its own among them, and its stages are counted in ``num_stages``.
+    """
+    if encoder is not None:
+        return _replicas_beside(encoder, num_stages, num_devices, num_layers=num_layers, devices=devices)
     num_ranks, left = divmod(num_devices, num_tensor)
     if left:
         raise ConfigError(f"{devices} must be a multiple of the {num_tensor} that share each layer, got {num_devices}")
@@ -44,6 +55,29 @@ def replicas_of(
             "omnibal.pipeline.num_stages says it"
         )
     return num_ranks // num_stages
+
+
+def _replicas_beside(encoder: "Encoder", num_stages: int, num_devices: int, *, num_layers: int, devices: str) -> int:
+    left, behind = num_devices - encoder.num_devices, num_stages - encoder.num_stages
+    if left < 1:
+        raise ConfigError(
+            f"omnibal.pipeline.encoder must leave {devices} to the language model, got {encoder} of {num_devices}"
+        )
+    if behind < 1:
+        raise ConfigError(
+            f"num_stages must count the encoder's {encoder.num_stages} and at least one behind, got {num_stages}"
+        )
+    if num_stages > num_layers:
+        raise ConfigError(
+            f"num_stages must be at most the model's {num_layers} layers, got {num_stages}; "
+            "omnibal.pipeline.num_stages says it"
+        )
+    if left % behind:
+        raise ConfigError(
+            f"num_stages without the encoder's {encoder.num_stages} must divide the {left} {devices} that "
+            f"omnibal.pipeline.encoder ({encoder}) leaves of {num_devices}, got {behind}"
+        )
+    return left // behind
 
 
 def check_zero_stage(zero_stage: int) -> None:
@@ -74,6 +108,13 @@ class Encoder:
     placement: Literal["own", "spread"] = "own"
     """``own``: devices beside those of the language model (units). ``spread``: the whole encoder is on all devices of
     the language model, and runs before and behind its pipeline."""
+
+    def __str__(self) -> str:
+        return _in_words(self.num_stages, self.num_replicas, self.num_tensor)
+
+    @property
+    def num_devices(self) -> int:
+        return max(self.num_stages, 1) * self.num_replicas * self.num_tensor
 
 
 @dataclass(frozen=True)
@@ -147,8 +188,7 @@ class Layout:
             return part(self.num_stages, self.num_replicas, self.num_tensor) + ", encoder on all" * (
                 encoder is not None
             )
-        first = part(encoder.num_stages, encoder.num_replicas, encoder.num_tensor)
-        return f"{first}, then {part(self.num_stages - encoder.num_stages, self.num_replicas, self.num_tensor)}"
+        return f"{encoder}, then {part(self.num_stages - encoder.num_stages, self.num_replicas, self.num_tensor)}"
 
     @property
     def num_devices(self) -> int:
@@ -160,9 +200,25 @@ class Layout:
         return self.encoder is not None and self.encoder.placement == "own"
 
     @property
+    def is_spread(self) -> bool:
+        """Whether the whole encoder is on all devices."""
+        return self.encoder is not None and self.encoder.placement == "spread"
+
+    @property
     def num_columns(self) -> int:
         """Groups of ranks that pass micro-batches to each other, of all stages: as many as the fewest replicas."""
         return min(self.shape(0)[0], self.num_replicas)
+
+    @property
+    def parts(self) -> "tuple[Layout, Layout]":
+        """The encoder and the LLM as layouts of their own, where they differ; a spread encoder has a single stage."""
+        own = self.encoder
+        assert own is not None, "the caller has an encoder"
+        first = replace(
+            self, num_stages=max(own.num_stages, 1), num_replicas=own.num_replicas, num_tensor=own.num_tensor,
+            encoder=None,
+        )  # fmt: skip
+        return first, replace(self, num_stages=self.num_stages - own.num_stages, encoder=None)
 
     def of_stage(self, stage: int) -> "Layout":
         """The layout in which all stages have the replicas and tensor ranks of this one."""
@@ -333,22 +389,23 @@ reduce_bandwidth_bytes_per_second=300000000000.0, latency_seconds=0.0))
     def num_devices(self) -> int:
         return self.num_nodes * self.devices_per_node
 
-    def links_of(self, layout: Layout) -> Links:
+    def links_of(self, layout: Layout, *, of_encoder: bool = False) -> Links:
         """What neighbouring stages and replicas of a layout reach: of all its pairs of devices the slowest counts.
 
-        Ranks fill the nodes in their order.
+        Ranks fill the nodes in their order. Of units replicas are the language model's, or the encoder's if asked so.
         """
         self.check(layout)
         if self.links is not None:
             return self.links
         # Replicas are thought of as one ring, in which each device has one neighbour; where several devices of a node
         # are in it, NCCL's several rings may do better.
-        size, node = layout.num_replicas * layout.num_tensor, self._node
-        stages_apart = any(node(rank) != node(rank + size) for rank in range(layout.num_devices - size))
+        node, own = self._node, layout.encoder.num_stages if layout.encoder is not None else 0
+        stages_apart = any(node(one) != node(other) for one, other in _neighbours(layout))
         replicas_apart = any(
-            node(layout.rank(stage, 0, tensor)) != node(layout.rank(stage, layout.num_replicas - 1, tensor))
+            node(layout.rank(stage, 0, tensor)) != node(layout.rank(stage, layout.shape(stage)[0] - 1, tensor))
             for stage in range(layout.num_stages)
-            for tensor in range(layout.num_tensor)
+            if (stage < own) == of_encoder
+            for tensor in range(layout.shape(stage)[1])
         )
         return Links(
             self._bandwidth(across_nodes=stages_apart),
@@ -386,6 +443,16 @@ reduce_bandwidth_bytes_per_second=300000000000.0, latency_seconds=0.0))
 
     def _node(self, rank: int) -> int:
         return rank // self.devices_per_node
+
+
+def _neighbours(layout: Layout) -> Iterator[tuple[int, int]]:
+    """Pairs of ranks that pass micro-batches to each other."""
+    for stage in range(layout.num_stages - 1):
+        (upper, own), (lower, behind) = layout.shape(stage), layout.shape(stage + 1)
+        for replica in range(max(upper, lower)):
+            for tensor in range(max(own, behind)):
+                first = layout.rank(stage, replica % upper, tensor % own)
+                yield first, layout.rank(stage + 1, replica % lower, tensor % behind)
 
 
 _RECORD: Final = TypeAdapter(Cluster)

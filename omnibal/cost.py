@@ -102,6 +102,11 @@ class Load:
         """One micro-batch that holds as much of every size as any."""
         return Load(*(getattr(self, name).max() for name in _SIZES))
 
+    def __mul__(self, factor: float) -> Load:
+        return Load(*(getattr(self, name) * factor for name in _SIZES))
+
+    __rmul__ = __mul__
+
     def __len__(self) -> int:
         return len(self.llm_tokens)
 

@@ -19,6 +19,7 @@ from omnibal.memory.footprint import Footprint, StageMemory
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
 from omnibal.pipeline.simulate import StepSimulation, simulate_step
+from omnibal.pipeline.units import UnitSimulation, simulate_units, unit_schedule
 from omnibal.profile.records import MOST_LAYERS, Level, ModelProfile, check_levels, levels_from_words, levels_in_words
 from omnibal.records import Record, read_record
 
@@ -104,10 +105,10 @@ class Plan:
             object.__setattr__(self, "layout", Layout(self.num_stages))
         if self.layout.num_stages != self.num_stages:
             raise ConfigError(f"layout must be of the plan's {self.num_stages} stages, got {self.layout.num_stages}")
-        if self.layout.encoder is not None:
-            raise ConfigError(
-                "encoder of the layout must be None, got one: no ds_config runs stages with unequal replicas yet"
-            )
+        if self.layout.has_units:
+            self.make_schedule()  # replicas and micro-batches
+        elif self.layout.encoder is not None:
+            raise ConfigError("placement of the encoder must be 'own' in a plan, got 'spread'")
         if self.cluster is not None:
             self.cluster.check(self.layout)
 
@@ -127,12 +128,25 @@ class Plan:
             raise ConfigError("cluster of the plan must be known, got none; give one, such as 4x8xA100-80GB")
         return self.cluster
 
+    @property
+    def runs_table(self) -> bool:
+        """Whether the engine runs `make_schedule`, its transfers beside the computations; else DeepSpeed's own 1F1B."""
+        return self.layout.has_units or self.schedule != "1f1b"
+
     def make_schedule(self) -> Schedule:
+        if self.layout.has_units:
+            return unit_schedule(self.layout, self.micro_batches, self.schedule)
         return SCHEDULES[self.schedule](self.num_stages, self.micro_batches)
 
-    def simulate(self, profile: ModelProfile, loads: Iterable[Load]) -> StepSimulation:
+    def simulate(self, profile: ModelProfile, loads: Iterable[Load]) -> StepSimulation | UnitSimulation:
         """Predict one step; arguments and errors as of :func:`omnibal.pipeline.simulate.simulate_step`."""
         self._check(profile)
+        if self.layout.has_units:
+            return simulate_units(
+                profile, self.partition, loads, self.layout, self.links,
+                encoder_links=self.known_cluster.links_of(self.layout, of_encoder=True), recompute=self.recompute,
+                schedule=self.schedule,
+            )  # fmt: skip
         return simulate_step(
             profile, self.partition, loads, self.links, zero_stage=self.layout.zero_stage, recompute=self.recompute,
             schedule=self.make_schedule(),
@@ -159,7 +173,9 @@ class Plan:
         return {
             "version": VERSION,
             "cluster": None if self.cluster is None else asdict(self.cluster),
-            "layout": {name: value for name, value in asdict(self.layout).items() if name != "encoder"},
+            "layout": {
+                name: value for name, value in asdict(self.layout).items() if (name, value) != ("encoder", None)
+            },
             "limits": asdict(self.limits),
             "micro_batches": self.micro_batches,
             "partition": list(self.partition.boundaries),

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from omnibal.cluster import Cluster, Layout, replicas_of
+from omnibal.cluster import Cluster, Encoder, Layout, replicas_of
 from omnibal.config import OmnibalSection, RunFiles, dtype_of, layout_of, read_config, resolve_plan
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, choose_limits
@@ -22,6 +22,7 @@ from omnibal.data.source_draws import typical_lengths
 from omnibal.device import Device
 from omnibal.errors import ConfigError, DataError
 from omnibal.families.base import LayerRecord, vision_unit_of
+from omnibal.pipeline.units import check_units
 from omnibal.plan import Plan
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
@@ -262,11 +263,28 @@ class Workspace:
         self, num_devices: int, devices: str, num_layers: int, *, num_stages: int | None = None, num_tensor: int = 1
     ) -> Layout:
         """How the run lies on some devices: stages as asked for, of the plan, or as many as there are devices."""
-        stages = num_stages or self.section.pipeline.num_stages
-        if stages == "auto":
-            stages = num_devices // num_tensor if self.named_plan is None else self.named_plan.num_stages
-        replicas = replicas_of(stages, num_devices, num_layers=num_layers, num_tensor=num_tensor, devices=devices)
-        return replace(layout_of(self.config, stages, replicas), num_tensor=num_tensor)
+        stages, encoder = num_stages or self.section.pipeline.num_stages, self.encoder
+        if stages == "auto" and self.named_plan is not None:
+            stages = self.named_plan.num_stages
+        elif stages == "auto" and encoder is not None:  # one pipeline of all others
+            stages = encoder.num_stages + max(num_devices - encoder.num_devices, 1)
+        elif stages == "auto":
+            stages = num_devices // num_tensor
+        replicas = replicas_of(
+            stages, num_devices, num_layers=num_layers, num_tensor=num_tensor, devices=devices, encoder=encoder
+        )
+        layout = replace(layout_of(self.config, stages, replicas), num_tensor=num_tensor, encoder=encoder)
+        if layout.has_units:
+            check_units(layout)
+        return layout
+
+    @property
+    def encoder(self) -> Encoder | None:
+        """The encoder's own replicas: those of the ds_config, or of the plan that it names."""
+        asked = self.section.pipeline.encoder
+        if asked is None:
+            return None if self.named_plan is None else self.named_plan.layout.encoder
+        return asked.encoder
 
     def layout(self, num_stages: int | None = None, cluster: Cluster | None = None) -> Layout:
         """How the run lies on the cluster, or on another one, with so many stages or as many as the ds_config says."""
@@ -368,6 +386,7 @@ class Workspace:
             "sums of gradients": (plan.layout.sums_float32, now.sums_float32),
             "cluster": (plan.cluster, self.asked_cluster or plan.cluster),
             "number of stages": (plan.num_stages, pipeline.num_stages),
+            "encoder": (plan.layout.encoder, self.encoder),
             "schedule": (plan.schedule, pipeline.schedule),
             "samples of a step": (asked.get("global_batch"), self.samples_per_step or "auto"),
             "method of packing": (asked.get("method", packing.method), packing.method),

@@ -80,11 +80,26 @@ def _kinds(now: Estimate) -> list[list[tuple[str, dict[str, Any]]]]:
 def degrees_that_fit(now: Estimate, profiles: Callable[[int, int], ModelProfile]) -> tuple[str, ...]:
     """The fewest devices that would have to share each sample for the present recipe to fit; nothing if it does.
 
+    Where no number suffices, the fewest together with all changes of the recipe that take memory away.
+    """
+    if now.peaks[0] <= now.memory.budget_bytes:
+        return ()
+    if found := _sharing_degrees(now, profiles):
+        return found
+    largest = [kind[-1] for kind in _kinds(now)]
+    recipe = now.recipe
+    for _, changed in largest:
+        recipe = replace(recipe, **changed)
+    names = [name for name, _ in largest]
+    return tuple(TOGETHER.join([way, *names]) for way in _sharing_degrees(now.scenario.estimate(recipe), profiles))
+
+
+def _sharing_degrees(now: Estimate, profiles: Callable[[int, int], ModelProfile]) -> tuple[str, ...]:
+    """The least tensor degree, and the least degree of sequence parallelism, with which a recipe fits.
+
     Sequence parallelism divides all that a micro-batch keeps, of ViT and LLM alike, and none of the model's state.
     """
     memory, room = now.memory, now.memory.budget_bytes * (1 - HEAD_ROOM)
-    if now.peaks[0] <= memory.budget_bytes:
-        return ()
     found = list[str]()
     for degree in TENSOR_DEGREES:
         try:

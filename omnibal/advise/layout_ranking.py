@@ -13,15 +13,16 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 
 from omnibal.advise.estimate import Scenario
-from omnibal.cluster import Cluster, Encoder, Layout
+from omnibal.cluster import Cluster, Encoder, Layout, Links
 from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.errors import ConfigError, InfeasibleError
+from omnibal.families.base import encoder_layers
 from omnibal.memory.footprint import TrainingState
 from omnibal.pipeline.optimize import least_maximum
 from omnibal.pipeline.problem import differences
 from omnibal.planner.allocation import ModuleCost, allocate
 from omnibal.planner.packings import PlanRequest
-from omnibal.planner.placements import encoder_layers, split_profile
+from omnibal.planner.placements import split_profile
 from omnibal.profile.records import Level, ModelProfile
 
 PipelineKind = Literal["pipeline", "tensor", "spread", "units"]
@@ -33,7 +34,9 @@ LARGEST_PACK: Final = 8
 """Samples of the largest packs for which devices are allocated to units."""
 MOST_ALIKE: Final = 3
 """Ranked layouts that may have the LLM alike: with other encoders, or other numbers of micro-batches."""
-MOST_ALLOCATED: Final = 64
+FACTORS: Final = 2**9 * 3**3 * 5**2 * 7
+"""Replicas of units are divisors of this number: few others have many encoders or LLMs that divide them."""
+MOST_ALLOCATED: Final = 128
 """Allocations of devices to units of each size of packs."""
 FILL: Final = 1 / 3
 """Bubble of a zero-bubble schedule in that of 1F1B, ``(stages - 1) · slowest``, where F, B and W take equally long
@@ -60,6 +63,9 @@ class PartCounts:
     kept_recomputed: float
     state: float  # bytes of weights and gradients, whatever the replicas
     shared: float  # bytes of optimizer state, divided by the replicas
+    gradients: float  # bytes that replicas add up after a step
+    sent: float  # bytes that pass a cut behind the first layers
+    update: float  # seconds of the optimizer, divided by the replicas
     num_layers: int
 
     @classmethod
@@ -87,6 +93,9 @@ class PartCounts:
             kept_recomputed=sum(value(layer.saved_bytes["full"]) for layer in layers),
             state=2 * two - one,
             shared=2 * (one - two),
+            gradients=sum(layer.gradient_bytes for layer in profile.layers),
+            sent=value(profile.layers[0].output_bytes),
+            update=sum(layer.optimizer_seconds for layer in profile.layers),
             num_layers=len(profile.layers),
         )
 
@@ -98,9 +107,9 @@ class PartCounts:
     def recompute(self) -> float:
         return sum(self.recomputed)
 
-    def stage_state(self, num_stages: int, num_replicas: int) -> float:
-        """Bytes of weights, gradients and optimizer state on a device of one of so many stages."""
-        return (self.state + self.shared / num_replicas) / num_stages
+    def stage_state(self, layout: Layout) -> float:
+        """Bytes of weights, gradients and optimizer state on a device of a mean stage."""
+        return (self.state + self.shared / layout.num_replicas) / layout.num_stages
 
     def __add__(self, other: PartCounts) -> PartCounts:
         return PartCounts(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
@@ -137,10 +146,13 @@ class LayoutRanking:
 
     scenario: Scenario
     profiles: Callable[[int, int], ModelProfile]
+    num_stages: int | None = None
+    """Stages that every pipeline has; None: any number. Those of units count the encoder's."""
     _counts: dict[tuple[int, int], tuple[PartCounts, PartCounts]] = field(default_factory=dict)
     refused: dict[tuple[int, int], str] = field(default_factory=dict)
     """Why tensor degrees of encoder and LLM cannot be, as far as they were tried."""
     _profiles: dict[tuple[int, int], ModelProfile] = field(default_factory=dict)
+    _known_links: dict[Layout, Links] = field(default_factory=dict)
 
     def rank(self, kind: PipelineKind, missing: list[int]) -> list[RankedLayout]:
         """Layouts of a kind, the fastest of each tensor degree in turns.
@@ -191,41 +203,85 @@ class LayoutRanking:
         ranks, left = divmod(self._cluster.num_devices, degree)
         # One stage on one device is no pipeline but data parallelism, which is weighed as ZeRO.
         for stages in range(2 if degree == 1 else 1, min(ranks, most_stages, MOST_STAGES) + 1):
-            if left == 0 and ranks % stages == 0:
+            if left == 0 and ranks % stages == 0 and self.num_stages in (None, stages):
                 yield self._layout(stages, ranks // stages, degree)
 
     def _formula(self, layout: Layout, micro_batches: int, level: Level) -> float:
-        """About what a step takes: ``(micro_batches + FILL · (stages - 1)) · slowest``, and a spread encoder's share.
+        """About what a step takes: ``(micro_batches + FILL · (stages - 1)) · slowest``, and sums of gradients.
 
         Raises:
             InfeasibleError: A mean stage with all layers recomputed does not fit.
         """
-        own, stages, replicas = layout.encoder, layout.num_stages, layout.num_replicas
+        own = layout.encoder
         counts = self._counted(layout.num_tensor if own is None else own.num_tensor, layout.num_tensor)
         assert counts is not None, "layouts are made of degrees that were counted"
         vision, language = counts
-        samples = self.scenario.samples_per_step / (replicas * micro_batches)
-
-        def pace(part: PartCounts, copies: int, in_flight: FloatArray, beside: float = 0.0) -> float:
-            room = self._room - beside - part.stage_state(len(in_flight), copies)
-            return part.stage_seconds(in_flight, samples, room)
-
+        samples = self.scenario.samples_per_step / (layout.num_replicas * micro_batches)
         if own is None:
-            seconds = pace(vision + language, replicas, _in_flight(stages, micro_batches))
-            return seconds * (micro_batches + FILL * (stages - 1))
-        if own.placement == "own":
-            # LLM replicas that an encoder works for; it has as many micro-batches in flight for each stage behind it.
-            served, behind = replicas / own.num_replicas, stages - own.num_stages
-            encoding = pace(vision, own.num_replicas, behind * served + np.arange(own.num_stages, 0.0, -1))
-            seconds = pace(language, replicas, _in_flight(behind, micro_batches))
-            # The slower part sets the pace; a micro-batch first passes the encoder's stages, then the LLM's.
-            fill = seconds * (behind - 1) + encoding * own.num_stages
-            return max(encoding * served, seconds) * micro_batches + FILL * fill
-        share = self.scenario.samples_per_step / own.num_replicas
-        kept, again = (vision.kept, 0.0) if level == "none" else (vision.kept_recomputed, vision.recompute)
-        beside = vision.stage_state(1, own.num_replicas) + share * kept
-        seconds = pace(language, replicas, _in_flight(stages, micro_batches), beside)
-        return share * (vision.seconds + again) + seconds * (micro_batches + FILL * (stages - 1))
+            return self._pipeline_seconds(vision + language, layout, micro_batches, samples)
+        encoder, behind = layout.parts
+        if own.placement == "spread":
+            share = self.scenario.samples_per_step / encoder.num_replicas
+            kept, again = (vision.kept, 0.0) if level == "none" else (vision.kept_recomputed, vision.recompute)
+            encoding, beside = share * (vision.seconds + again), vision.stage_state(encoder) + share * kept
+            seconds = self._pipeline_seconds(language, behind, micro_batches, samples, beside)
+            return encoding + self._sums(vision, encoder, encoding) + seconds
+        # LLM replicas that an encoder works for; it has as many micro-batches in flight for each stage behind it.
+        served = behind.num_replicas / encoder.num_replicas
+        in_flight = behind.num_stages * served + np.arange(encoder.num_stages, 0.0, -1)
+        encoding = vision.stage_seconds(in_flight, samples, self._room - vision.stage_state(encoder))
+        in_flight = _in_flight(behind.num_stages, micro_batches)
+        seconds = language.stage_seconds(in_flight, samples, self._room - language.stage_state(behind))
+        fill = self._fill(language, behind, seconds, samples)
+        fill += 2 * self._transfer(vision, behind, samples)
+        # Encoders run 1F1B, whose bubbles nothing fills. One that serves several replicas makes the last of them wait.
+        turns = (1 + 2 * max(served, 1)) / 3
+        waits = encoding * self._uneven(samples) * (encoder.num_stages - 1 + turns)
+        paces = encoding * served * micro_batches + FILL * seconds, seconds * micro_batches + waits
+        return max(paces) + fill + max(self._sums(vision, encoder, encoding), self._sums(language, behind, seconds))
+
+    def _pipeline_seconds(
+        self, part: PartCounts, layout: Layout, micro_batches: int, samples: float, beside: float = 0.0
+    ) -> float:
+        """Seconds of a step of one pipeline, whose devices hold ``beside`` bytes more."""
+        room = self._room - beside - part.stage_state(layout)
+        slowest = part.stage_seconds(_in_flight(layout.num_stages, micro_batches), samples, room)
+        pace = max(slowest, self._transfer(part, layout, samples))
+        fill = self._fill(part, layout, slowest, samples)
+        return pace * micro_batches + fill + self._sums(part, layout, slowest)
+
+    def _fill(self, part: PartCounts, layout: Layout, seconds: float, samples: float) -> float:
+        """Seconds in which stages wait for the largest micro-batch to pass all others, there and back.
+
+        ``seconds`` is what a mean micro-batch takes on a stage.
+        """
+        passing = FILL * seconds * self._uneven(samples) + 2 * self._transfer(part, layout, samples)
+        return (layout.num_stages - 1) * passing
+
+    def _uneven(self, samples: float) -> float:
+        """The largest of even micro-batches of so many samples over a mean one."""
+        return max(self._largest_sample / samples, 1.0)
+
+    def _transfer(self, part: PartCounts, layout: Layout, samples: float) -> float:
+        """Seconds of a micro-batch of so many samples from one stage to the next."""
+        return samples * part.sent / self._links(layout).bandwidth_bytes_per_second if layout.num_stages > 1 else 0.0
+
+    def _sums(self, part: PartCounts, layout: Layout, seconds: float) -> float:
+        """Seconds of the optimizer, of sums of gradients, and of updated weights coming back, that nothing hides.
+
+        ``seconds`` is what a micro-batch takes on a stage, a third of it forward.
+        """
+        update = part.update / (layout.num_stages * layout.num_replicas)
+        if layout.num_replicas == 1:
+            return update
+        once = part.gradients / (layout.num_stages * self._links(layout).between_replicas)
+        # Weights come beside the first forward pass, gradients go beside the last backward pass.
+        return update + max(once - seconds / 3, 0) + max(once - seconds * 2 / 3, 0)
+
+    def _links(self, layout: Layout) -> Links:
+        if layout not in self._known_links:
+            self._known_links[layout] = self._cluster.links_of(layout)
+        return self._known_links[layout]
 
     def _units(self, missing: list[int]) -> Iterator[tuple[Layout, int, Level]]:
         """DistTrain's allocations for packs of several sizes, each part with and without recomputation."""
@@ -233,7 +289,7 @@ class LayoutRanking:
         counted = {degree: counts for degree in degrees if (counts := self._counted(degree, degree))}
         if counted[1][0].seconds == 0:  # text alone leaves an encoder's devices idle
             return
-        room = self._room + self._cluster.overhead_bytes
+        replicas = [count for count in range(1, self._cluster.num_devices) if FACTORS % count == 0]
         for samples, *levels in product(_doubling(LARGEST_PACK), LEVELS_TRIED, LEVELS_TRIED):
             num_packs = self.scenario.samples_per_step // samples
             modules = [
@@ -242,8 +298,8 @@ class LayoutRanking:
             ]
             try:
                 found = allocate(
-                    modules, self._cluster.num_devices, global_batch=max(num_packs, 1), device_memory_bytes=room,
-                    degrees=counted, most=MOST_ALLOCATED,
+                    modules, self._cluster.num_devices, global_batch=max(num_packs, 1),
+                    device_memory_bytes=self._room, degrees=counted, replicas=replicas, most=MOST_ALLOCATED,
                 )  # fmt: skip
             except InfeasibleError as lacking:
                 missing.append(lacking.missing_bytes)
@@ -251,11 +307,13 @@ class LayoutRanking:
             for allocation in found:
                 encoder, language = allocation.units["vision"], allocation.units["language"]
                 fewer, more = sorted((encoder.num_replicas, language.num_replicas))
-                if more % fewer == 0:
+                if more % fewer == 0 and self.num_stages in (None, encoder.num_stages + language.num_stages):
                     own = Encoder(encoder.num_stages, encoder.num_replicas, encoder.num_tensor)
                     stages = own.num_stages + language.num_stages
                     layout = self._layout(stages, language.num_replicas, language.num_tensor, own)
-                    yield layout, allocation.micro_batches, "none"
+                    for count in self.micro_batches(layout):
+                        if count * layout.num_replicas % own.num_replicas == 0:
+                            yield layout, count, "none"
 
     @property
     def _cluster(self) -> Cluster:
@@ -276,12 +334,18 @@ class LayoutRanking:
 
     @cached_property
     def border(self) -> int:
-        return encoder_layers(self.scenario.profile)
+        return encoder_layers(self.scenario.profile.layers)
 
     @cached_property
     def mean_sample(self) -> Load:
         samples = self.scenario.draws[0]
         return (samples if self.scenario.spares_rows else samples.all_rows).load.mean()
+
+    @cached_property
+    def _largest_sample(self) -> float:
+        """Seconds of the longest sample of a step over those of a mean one."""
+        per_step, seconds = self.scenario.samples_per_step, self.scenario.alone[0].sum(axis=1)
+        return float(seconds.reshape(-1, per_step).max(axis=1).mean() / seconds.mean())
 
     def profile(self, encoder: int, language: int) -> ModelProfile:
         if (encoder, language) not in self._profiles:

@@ -21,7 +21,7 @@ from omnibal.advise.layout_ranking import LEVELS_TRIED, LayoutRanking, RankedLay
 from omnibal.advise.wait import Sharding, bandwidth, exposed_seconds, phase_costs, phase_seconds
 from omnibal.cluster import Cluster, Layout
 from omnibal.cost import FloatArray, Load
-from omnibal.errors import InfeasibleError, bytes_in_words
+from omnibal.errors import InfeasibleError
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.planner.packings import Packing
 from omnibal.planner.placements import (
@@ -49,6 +49,8 @@ MOST_PLACED: Final = 16
 """Layouts and numbers of micro-batches of each kind that are placed and fit."""
 MOST_TRIED: Final = 24
 """Layouts and numbers of micro-batches of each kind that are tried, with those that turn out not to fit."""
+MARGIN: Final = 1.15
+"""Ranked layouts are tried while the formula says that they take at most so many times the fastest step so far."""
 SHARDINGS: Final[tuple[Sharding, ...]] = ("zero1", "zero2", "zero3")
 
 
@@ -91,24 +93,24 @@ class LayoutAnswer:
     """Why some numbers of tensor ranks could not be weighed, such as one that does not divide the heads."""
 
     @property
-    def winner(self) -> WeighedLayout:
-        """The simplest of those that are as fast as the fastest one."""
+    def winner(self) -> WeighedLayout | None:
+        """The simplest of those that are as fast as the fastest one; None where nothing fits."""
         return self._simplest(self.candidates)
 
     @property
     def winner_today(self) -> WeighedLayout | None:
         """The simplest of the fastest that omnibal can run; None where only others fit."""
-        running = tuple(found for found in self.candidates if found.runs_today)
-        return self._simplest(running) if running else None
+        return self._simplest(tuple(found for found in self.candidates if found.runs_today))
 
     def equals(self, first: WeighedLayout, second: WeighedLayout) -> bool:
         """Whether two are equally fast as far as an estimate can tell."""
         slower, faster = sorted((first.samples_per_second, second.samples_per_second))
         return faster <= slower * (1 + EQUAL)
 
-    def _simplest(self, found: tuple[WeighedLayout, ...]) -> WeighedLayout:
+    def _simplest(self, found: tuple[WeighedLayout, ...]) -> WeighedLayout | None:
         order = list(KINDS)
-        return min((each for each in found if self.equals(found[0], each)), key=lambda each: order.index(each.kind))
+        equals = (each for each in found if self.equals(found[0], each))
+        return min(equals, key=lambda each: order.index(each.kind), default=None)
 
 
 def weigh_layouts(
@@ -116,20 +118,19 @@ def weigh_layouts(
     profiles: Callable[[int, int], ModelProfile],
     *,
     kinds: tuple[Kind, ...] = tuple(KINDS),
+    num_stages: int | None = None,
     report: Callable[[str], object] = lambda doing: None,
 ) -> LayoutAnswer:
-    """Find the fastest layout of every kind.
+    """Find the fastest layout of every kind, or what its devices lack.
 
     Args:
         scenario: Data, costs on one device, machines and the samples of a step.
         profiles: Costs where so many devices share each layer of the encoder, and of the LLM.
         kinds: What is weighed.
+        num_stages: Stages that every pipeline has; by default any number.
         report: Called with what is being done.
-
-    Raises:
-        InfeasibleError: No layout of any kind fits.
     """
-    ranking = LayoutRanking(scenario, profiles)
+    ranking = LayoutRanking(scenario, profiles, num_stages)
     weighing = _Weighing(scenario, ranking, report)
     found: list[WeighedLayout] = []
     missing: dict[Kind, int] = {}
@@ -140,14 +141,11 @@ def weigh_layouts(
             found.append(best)
         else:
             missing[kind] = best
-    if not found:
-        least = min(missing.values(), default=0)
-        raise InfeasibleError(
-            f"a layout must fit {scenario.cluster}, got none; the nearest lacks {bytes_in_words(least)} a device",
-            missing_bytes=least,
-        )
+    refused = dict.fromkeys(ranking.refused.values())
+    if num_stages is not None and set(kinds) - {"zero", "rearranged"}:
+        refused[f"pipelines of other than the {num_stages} stages that omnibal.pipeline.num_stages says"] = None
     by_speed = sorted(found, key=lambda each: -each.samples_per_second)
-    return LayoutAnswer(tuple(by_speed), missing, tuple(dict.fromkeys(ranking.refused.values())))
+    return LayoutAnswer(tuple(by_speed), missing, tuple(refused))
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,8 +166,7 @@ class _Weighing:
         for ranked in self.ranking.rank(kind, missing):
             if tried == MOST_TRIED or placed == MOST_PLACED:
                 break
-            # What the formula says is hardly ever reached: it leaves out transfers, sums of gradients and some memory.
-            if not found or ranked.seconds <= min(step.step_seconds for step in found):
+            if not found or ranked.seconds <= MARGIN * min(step.step_seconds for step in found):
                 steps = list(self._placed(ranked, missing))
                 found += steps
                 tried, placed = tried + 1, placed + bool(steps)

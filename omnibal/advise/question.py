@@ -112,7 +112,6 @@ class Question:
 
         Raises:
             ConfigError: There is one device, or a step has fewer samples than there are devices.
-            InfeasibleError: No layout of any kind fits.
         """
         from omnibal.advise.layouts import weigh_layouts  # its loops are compiled, which no other advice needs
 

@@ -132,7 +132,7 @@ def advise(
     if plot is not None and plot.suffix.lower() == ".html":
         write_advice_page(report, plot, weighed)
     elif plot is not None:
-        draw(report, plot) if weighed is None else weighed.draw(plot)
+        draw(report, plot) if weighed is None or weighed.answer.winner is None else weighed.draw(plot)
     written = [f"written: {plot}"] if plot else []
     record = report.to_record() | ({} if weighed is None else {"layouts": weighed.to_record()}) | {"written": plot}
     table = [] if weighed is None else weighed.parts()

@@ -9,7 +9,7 @@ from omnibal.data.epoch import arrange_epoch
 from omnibal.data.limits import PackLimits, choose_limits
 from omnibal.errors import ConfigError
 from omnibal.families.base import LayerRecord
-from omnibal.pipeline.partition import parameter_cut
+from omnibal.pipeline.partition import cut_parts
 from omnibal.plan import Plan
 from omnibal.planner import PlanRequest, PlanResult, make_plan
 from omnibal.planner.packings import Packing, spread_steps
@@ -56,6 +56,11 @@ def request_of(
 ) -> PlanRequest:
     """What the ds_config asks of a plan, but for what is given."""
     packing, pipeline = workspace.section.packing, workspace.section.pipeline
+    if pipeline.encoder is not None:
+        raise ConfigError(
+            "omnibal.pipeline.encoder must be left out to plan, which searches pipelines of equal replicas only; "
+            "`--layout units` weighs an encoder with devices of its own"
+        )
     layout = layout_of(workspace.config, 1, 1)
     return PlanRequest(
         cluster=workspace.cluster,
@@ -117,7 +122,7 @@ def present_plan(
         plan = Plan(
             chosen or PackLimits(*(limits or usual_limits(profile.layers))),
             MICRO_BATCHES_PER_STAGE * layout.num_stages,
-            parameter_cut(profile, layout.num_stages),
+            cut_parts(profile.layers, [layer.gradient_bytes for layer in profile.layers], layout),
             every_layer("none", len(profile.layers)),
         )
     # Trained are all layers at the level that the ds_config says, but costs do not tell all levels of all layers apart.

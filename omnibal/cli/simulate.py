@@ -1,5 +1,6 @@
 """omnibal simulate and partition: what each stage of a pipeline does when, and where to cut a model into stages."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -26,7 +27,8 @@ from omnibal.families.base import vision_unit_of
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.pipeline.search import METHODS, PartitionSearch, search_partition
-from omnibal.pipeline.simulate import Simulation, StepSimulation
+from omnibal.pipeline.simulate import StepSimulation, TableRun
+from omnibal.pipeline.units import UnitSimulation
 from omnibal.plan import Plan
 from omnibal.planner.packings import Packing
 from omnibal.profile.records import ModelProfile
@@ -115,6 +117,10 @@ def partition(
     # Any valid cut serves: the base plan only fixes limits, levels and layout, and the search replaces the partition.
     pipeline = {"partition": "uniform", "plan": None, "schedule": "1f1b"}
     base = present_plan(workspace, num_stages, limits=fixed, pipeline=pipeline)
+    if base.layout.has_units:
+        raise ConfigError(
+            f"layout must be one pipeline to search its partition, got {base.layout}; `omnibal plan` cuts both parts"
+        )
     costs, packing = workspace.profile, median_packs(workspace, base)
 
     def figures_of(cut: Partition) -> Row:
@@ -184,7 +190,7 @@ def _title_of(profile: ModelProfile, plan: Plan, packing: Packing) -> str:
     )
 
 
-def _panels(step: StepSimulation) -> dict[str, Simulation]:
+def _panels(step: StepSimulation | UnitSimulation) -> Mapping[str, TableRun]:
     """Every replica where they are few, else the fastest and the slowest one."""
     replicas = step.replicas
     if len(replicas) == 1:

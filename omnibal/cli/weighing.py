@@ -15,7 +15,7 @@ from omnibal.advise.question import MEASURED
 from omnibal.cli.plan_report import STEPS
 from omnibal.cli.planning import present_plan, real_packs
 from omnibal.config import dtype_of
-from omnibal.errors import ConfigError
+from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.planner import PlanRequest
 from omnibal.planner.prediction import Variant
 from omnibal.profile.counted import analytic_profile
@@ -60,13 +60,19 @@ class WeighedLayouts:
             lengths, profile, request.cluster, request.global_batch, spares_rows=lengths.target_tokens is not None
         )
         with workspace.working("weighing layouts") as said:
-            answer = weigh_layouts(scenario, profiles, kinds=WEIGHED[choice], report=said)
-        return cls(workspace, scenario, LayoutReport(answer, scenario, _present_rate(workspace)))
+            answer = weigh_layouts(
+                scenario, profiles, kinds=WEIGHED[choice], num_stages=request.num_stages, report=said
+            )
+        report = LayoutReport(answer, scenario, _present_rate(workspace))
+        if answer.winner is None:
+            raise InfeasibleError(f"a layout must fit {request.cluster}, got none; {'; '.join(report.lines()[1:])}")
+        return cls(workspace, scenario, report)
 
     @property
     def is_pipeline(self) -> bool:
         """Whether `omnibal plan` can plan the winner."""
-        return self.report.answer.winner.kind == "pipeline"
+        winner = self.report.answer.winner
+        return winner is not None and winner.kind == "pipeline"
 
     def lines(self) -> list[str]:
         """What to do where the winner is no pipeline."""

@@ -11,11 +11,13 @@ from omnibal.config.rules import (
     keys_of_plan,
     layout_of,
     micro_batches_of,
+    partition_of,
     resolve_plan,
     sums_in_float32,
 )
 from omnibal.config.section import (
     DataSection,
+    EncoderSection,
     LearningRates,
     LoraSection,
     ModelSection,
@@ -30,6 +32,7 @@ from omnibal.config.section import (
 
 __all__ = [
     "DataSection",
+    "EncoderSection",
     "LearningRates",
     "LoraSection",
     "ModelSection",
@@ -49,6 +52,7 @@ __all__ = [
     "keys_of_plan",
     "layout_of",
     "micro_batches_of",
+    "partition_of",
     "read_config",
     "resolve_plan",
     "sums_in_float32",

@@ -10,7 +10,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, choose_limits
 from omnibal.errors import ConfigError
 from omnibal.families.base import LayerRecord, check_frozen
-from omnibal.pipeline.partition import Partition, balanced_boundaries
+from omnibal.pipeline.partition import Partition, cut_parts
 from omnibal.plan import Plan
 
 
@@ -38,6 +38,8 @@ def complete_deepspeed_config(config: dict[str, Any], layout: Layout) -> dict[st
         "train_batch_size": micro_batches * layout.num_replicas,
         # Contiguous gradients are two buffers of reduce_bucket_size, of no use where gradients stay on their stage.
         "zero_optimization": {"contiguous_gradients": False} | config.get("zero_optimization", {}),
+        # Both default to true, and keep the first pack's shapes.
+        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
         # A synchronized throughput timer drains the device before each forward pass.
         "timers": {
             **config.get("timers", {}),
@@ -90,7 +92,8 @@ def resolve_plan(
         lengths: The samples' lengths, from which limits are chosen; None for streams.
     """
     pipeline, packing, frozen = section.pipeline, section.packing, section.model.frozen
-    num_layers, micro_batches, parts = len(records), micro_batches_of(config), check_frozen(records, frozen)
+    micro_batches, parts = micro_batches_of(config), check_frozen(records, frozen)
+    partition = partition_of(section, named, records, layout)
     # A named plan takes the place of partition, recompute and limits; what was predicted of it must be of this run.
     if named is not None:
         _check("micro_batches of the plan", named.micro_batches, micro_batches)
@@ -98,26 +101,40 @@ def resolve_plan(
             _check("frozen parts of the plan", sorted(named.made_from["frozen"]), list(parts))
             adapters = sum(record.sizes.get("adapters", 0) for record in records)
             _check("adapters' parameters in the plan", named.made_from.get("adapters", 0), adapters)
-        _check_partition(named.partition, num_layers, layout.num_stages)
         if named.cluster is not None:  # predicted for this layout; else it is a default that nobody chose
             _check_layout(named.layout, layout)
         schedule = named.schedule if pipeline.schedule == "auto" else pipeline.schedule
+        plan = named if named.cluster is not None else replace(named, layout=layout)
         # a prediction holds for its schedule only
-        return named if schedule == named.schedule else replace(named, schedule=schedule, predicted=None)
-    if isinstance(pipeline.partition, list):
-        partition = Partition(pipeline.partition)
-    elif pipeline.partition == "parameters":
-        trained = [record.trainable_parameters(frozen) for record in records]
-        partition = Partition(balanced_boundaries(trained, layout.num_stages))
-    else:
-        partition = Partition.uniform(num_layers, layout.num_stages)
-    _check_partition(partition, num_layers, layout.num_stages)
+        return plan if schedule == plan.schedule else replace(plan, schedule=schedule, predicted=None)
     levels = pipeline.recompute
-    recompute = tuple(levels) if isinstance(levels, list) else (levels,) * num_layers
+    recompute = tuple(levels) if isinstance(levels, list) else (levels,) * len(records)
     schedule = "1f1b" if pipeline.schedule == "auto" else pipeline.schedule
     stated = packing.vision_units, packing.llm_tokens
     limits = _stated_limits(*stated) if lengths is None else choose_limits(lengths, *stated)
-    return Plan(limits, micro_batches, partition, recompute, schedule=schedule)
+    return Plan(limits, micro_batches, partition, recompute, schedule=schedule, layout=layout)
+
+
+def partition_of(
+    section: OmnibalSection, named: Plan | None, records: Sequence[LayerRecord], layout: Layout
+) -> Partition:
+    """Which layers each stage of a run holds: as the named plan says, or else the section's keys."""
+    asked = section.pipeline.partition
+    if named is not None:
+        partition = named.partition
+    elif isinstance(asked, list):
+        partition = Partition(asked)
+    elif asked == "parameters":
+        trained = [record.trainable_parameters(section.model.frozen) for record in records]
+        partition = cut_parts(records, trained, layout)
+    else:
+        partition = cut_parts(records, [1] * len(records), layout, _uniform)
+    _check_partition(partition, len(records), layout.num_stages)
+    return partition
+
+
+def _uniform(weights: Sequence[float], num_stages: int) -> Sequence[int]:
+    return Partition.uniform(len(weights), num_stages).boundaries
 
 
 def _stated_limits(vision_units: int | None, llm_tokens: int | None) -> PackLimits:
@@ -158,6 +175,10 @@ def keys_of_plan(config: dict[str, Any], section: OmnibalSection, plan: Plan, pa
         values["train_batch_size",] = plan.micro_batches * plan.layout.num_replicas
     if section.pipeline.num_stages not in ("auto", plan.num_stages):  # auto is what the plan says
         values["omnibal", "pipeline", "num_stages"] = plan.num_stages
+    own, planned = section.pipeline.encoder, plan.layout.encoder
+    if own is not None and own.encoder != planned:  # left out, it is what the plan says
+        asked = None if planned is None else {"num_stages": planned.num_stages, "num_replicas": planned.num_replicas}
+        values["omnibal", "pipeline", "encoder"] = asked
     return values
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from omnibal.cluster import ClusterValue
+from omnibal.cluster import ClusterValue, Encoder
 from omnibal.data.mixture import Mixture
 from omnibal.data.packing_spec import EXCHANGE_STEPS, PackingOptions
 from omnibal.errors import ConfigError
@@ -142,6 +142,9 @@ class DataSection(Section):
     workers: Annotated[int, Field(ge=0)] | None = None
     """DataLoader processes on each rank that decodes images; left out, as many as a step's images need, if there are
     cores for them; 0: the rank's own process reads, and each step waits for its data."""
+    ray: str | None = None
+    """Address of a Ray cluster whose processors read images in place of ``workers`` (``"auto"``: the one that this
+    machine belongs to); see data.md. Streams are read here."""
 
 
 class PackingSection(Section):
@@ -172,18 +175,36 @@ class PackingSection(Section):
         )
 
 
+class EncoderSection(Section):
+    """Devices of the encoder's own (units): its replicas need not be as many as those of the language model."""
+
+    num_stages: Count = 1
+    """How many of the first stages hold it; ``pipeline.num_stages`` counts these, too."""
+    num_replicas: Count
+    """How many replicas these stages have: a divisor or a multiple of the language model's. Beside it the other
+    processes are divided into replicas of the other stages."""
+
+    @property
+    def encoder(self) -> Encoder:
+        return Encoder(self.num_stages, self.num_replicas)
+
+
 class PipelineSection(Section):
     """Where the model is cut and what recomputes."""
 
     num_stages: Count | Literal["auto"] = "auto"
     """``auto``: as many as the plan says; without a plan all processes form one pipeline. `omnibal plan` keeps to a
     number."""
+    encoder: EncoderSection | None = None
+    """Left out: the plan's, where a plan is named; else the encoder has the replicas of all other stages."""
     partition: Literal["uniform", "parameters"] | list[int] = "parameters"
-    """A method, or the boundaries themselves: ``[0, 5, 14]`` gives stages of layers 0–4 and 5–13."""
+    """A method, or the boundaries themselves: ``[0, 5, 14]`` gives stages of layers 0–4 and 5–13. A method cuts encoder
+    and language model apart where the encoder has devices of its own."""
     recompute: Level | list[Level] = "none"
     """One level for all layers, or a list with one for each."""
     schedule: ScheduleName | Literal["auto"] = "auto"
-    """``1f1b``, ``zero-bubble``, ``zero-bubble-lean``, or ``auto``: the plan's choice, ``1f1b`` without a plan."""
+    """``1f1b``, ``zero-bubble``, ``zero-bubble-lean``, or ``auto``: the plan's choice, ``1f1b`` without a plan. Beside
+    an encoder with devices of its own it is the language model's, and transfers never block."""
     plan: Place | Literal["auto"] | None = None
     """A plan.json; it takes the place of ``partition``, ``recompute`` and the packing limits. ``auto``, which `omnibal
     plan --write` enters: the one in ``run.output``."""

@@ -48,6 +48,8 @@ class EmulationTask:
             raise ConfigError(
                 f"steps must be at least one, of {wanted} replicas and micro-batches, got {sorted(shapes)}"
             )
+        if self.plan.layout.has_units:
+            raise ConfigError(f"layout must be a pipeline to be emulated, got {self.plan.layout}")
         self.plan.known_cluster.check(self.plan.layout)
         if self.num_processes > MOST_PROCESSES:
             raise ConfigError(
@@ -74,7 +76,9 @@ class EmulationTask:
 
     @cached_property
     def predicted(self) -> tuple[StepSimulation, ...]:
-        return tuple(self.plan.simulate(self.profile, loads) for loads in self.steps)
+        predicted = tuple(self.plan.simulate(self.profile, loads) for loads in self.steps)
+        assert all(isinstance(step, StepSimulation) for step in predicted), "units are refused above"
+        return predicted  # type: ignore[return-value]  # mypy takes no all() for a check
 
     @property
     def scale(self) -> float:

@@ -286,6 +286,7 @@ class CheckpointedEngine(TableEngine):
         weights = {
             "partition": list(self.plan.partition.boundaries),
             "num_replicas": self._replicas(),
+            **({"encoder": "spread"} if self.resolved.layout.is_spread else {}),
             "zero_stage": int(self.zero_optimization_stage()),
             "dtype": str(self.resolved.dtype),
             # which of DeepSpeed's optimizers holds the float32 copies of the weights
@@ -318,12 +319,12 @@ class CheckpointedEngine(TableEngine):
             paths.add(self._get_zero_ckpt_name(folder, name))
         for path in sorted(paths):
             _opened(Path(path))
-        for position, layer in enumerate(self.module.forward_funcs):
+        for index, layer in self.module.numbered_layers():
             expected = {name: tensor.shape for name, tensor in layer.state_dict().items()}
             in_folder = set()  # weights beside adapters, which a checkpoint leaves to the model's folder
             if self.resolved.base is not None:
                 in_folder = {name for name, parameter in layer.named_parameters() if not parameter.requires_grad}
-            for path in self.module.ckpt_layer_path_list(str(checkpoint), position):
+            for path in self.module.ckpt_layer_path_list(str(checkpoint), index - self.module._local_start):
                 found = {name: tensor.shape for name, tensor in _opened(Path(path)).items()}
                 differing = {name for name, _ in found.items() ^ expected.items()} - (in_folder - found.keys())
                 if not strict:

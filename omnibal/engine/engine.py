@@ -5,7 +5,7 @@ Its parts stand one on the other: `TableEngine` (schedules and transfers), `Chec
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -29,14 +29,14 @@ from omnibal.engine.table import floats_of
 from omnibal.errors import ConfigError, OmnibalError, said
 from omnibal.feeds.feed import Step
 from omnibal.loss import EVALUATION_STATISTICS, targets_of
-from omnibal.pipeline.schedule import Schedule
-from omnibal.pipeline.units import unit_schedule
 from omnibal.plan import Plan
 from omnibal.ranks import gather, rank_zero_first
 from omnibal.vlm.passes import DevicePeak, overhead_bytes
 from omnibal.vlm.payload import Payload, counts_of, note_counts
 
 MicroBatch = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+# A pack as it is read, on the host: what the first stage takes, and labels with the weight of a token.
+ReadPack = tuple[Payload | None, tuple[Tensor, ...]]
 LOG: Final = logging.getLogger(__name__)
 # Steps in a row without finite gradients after which a run ends: one broken sample is survived, a diverged run not.
 MOST_SKIPPED: Final = 5
@@ -61,11 +61,12 @@ class StagePeaks:
     overhead: tuple[int, ...]
 
 
-def _table_of(plan: Plan, layout: Layout) -> Schedule | None:
-    """The schedule that the engine runs as a table; None where DeepSpeed's own runs."""
-    if layout.has_units:
-        return unit_schedule(layout, plan.micro_batches, plan.schedule)
-    return None if plan.schedule == "1f1b" else plan.make_schedule()
+def _check_evaluation(layout: Layout) -> None:
+    if layout.has_units:  # DeepSpeed's InferenceSchedule runs, whose transfers pair equal replicas
+        raise ConfigError(
+            "evaluate must not be called where the encoder has replicas of its own, and omnibal.data.held_out be left "
+            "out; evaluate a checkpoint"
+        )
 
 
 class OmnibalEngine(CheckpointedEngine):
@@ -93,7 +94,7 @@ class OmnibalEngine(CheckpointedEngine):
         **deepspeed_arguments: Any,
     ) -> None:
         super().__init__(
-            table=_table_of(plan, resolved.layout),
+            table=plan.make_schedule() if plan.runs_table else None,
             pending_bytes=None if plan.predicted is None else [s.pending_bytes for s in plan.predicted.stages],
             **deepspeed_arguments,
         )
@@ -140,11 +141,13 @@ class OmnibalEngine(CheckpointedEngine):
 
     def _train(self, meter: AbstractContextManager[object], steps: Steps | None = None) -> Tensor:
         """One step; what it computes and receives, without the reading of its samples, runs under the meter."""
-        step, batches = self._next_step(self.loader, steps)
+        step, packs = self._next_step(self.loader, steps)
         self.last_step = step
-        # Every step of every rank draws dropout masks from a stream of its own, so that a resumed run draws the same
-        # without stored generator states.
-        stream = [self.resolved.section.model.seed, self.global_steps, self.global_rank]
+        # Every step of every stage and replica draws dropout masks from a stream of its own, so that a resumed run
+        # draws the same without stored generator states. Tensor ranks share it: whole weights stay the same on them.
+        place = self.resolved.layout.place(self.global_rank)
+        first = self.resolved.layout.rank(place.stage, place.replica)
+        stream = [self.resolved.section.model.seed, self.global_steps, first]
         torch.manual_seed(np.random.SeedSequence(stream).generate_state(1)[0])
         # DeepSpeedEngine._take_model_step adds train_batch_size(), one a pack, when the optimizer has stepped.
         self.global_samples += step.num_samples - self.train_batch_size()
@@ -152,22 +155,20 @@ class OmnibalEngine(CheckpointedEngine):
         with meter:
             # PipelineEngine.train_batch runs _train_schedule, which takes a micro-batch of the iterator per forward
             # pass of the first and of the last stage, then averages the loss (_aggregate_total_loss).
-            loss: Tensor = super().train_batch(iter(batches))
+            loss: Tensor = super().train_batch(iter(self._micro_batches(packs)))
         self._check_step(loss, self.skipped_steps - skipped)
         self._monitor_balance(step)
         return loss
 
     def held_out_loader(self, dataset: VlmDataset) -> Loader:
         """A loader of held-out samples for ``evaluate``, all ranks together."""
+        _check_evaluation(self.resolved.layout)
         lengths = rank_zero_first(lambda: checked_lengths(dataset), doing="measures held-out samples", where=self.where)
         return self.loader.over(CheckedSamples(dataset, lengths, SampleRules.of(self.module.vlm)), lengths)
 
     def evaluate(self, loader: Loader) -> Evaluation:
         """Measure loss and accuracy on one epoch of the packs of a ``held_out_loader``, all ranks together."""
-        if self.resolved.layout.has_units:  # DeepSpeed's InferenceSchedule runs, whose transfers pair equal replicas
-            raise ConfigError(
-                "evaluate must not be called where the encoder has replicas of its own; evaluate a checkpoint"
-            )
+        _check_evaluation(self.resolved.layout)
         if loader is self.loader:
             raise ConfigError(
                 "loader must be of held-out samples, got that of training; engine.held_out_loader(dataset) makes one"
@@ -175,14 +176,16 @@ class OmnibalEngine(CheckpointedEngine):
         training_iterator, totals = self.data_iterator, torch.zeros(len(EVALUATION_STATISTICS), dtype=torch.float64)
         self.module.eval()
         for _ in range(loader.steps_per_epoch):
-            _, batches = self._next_step(loader)
+            _, packs = self._next_step(loader)
             # PipelineEngine._next_batch reads from this iterator, on the first and the last stage.
-            self.set_dataiterator(iter(batches))
-            totals += self._forward_only(len(batches) or loader.micro_batches)
+            with torch.no_grad():
+                self.set_dataiterator(iter(self._micro_batches(packs)))
+            totals += self._forward_only(len(packs) or loader.micro_batches)
         self.module.train()
         self.set_dataiterator(training_iterator)
-        # Sums over the last stages of all replicas, which every rank learns: the other stages bring zeros.
-        totals = totals.to(self.device)
+        # Sums over the last stages of all replicas, which every rank learns: the other stages bring zeros, and of
+        # tensor ranks, which have the same, the first one brings them.
+        totals = totals.to(self.device) * (self.module.ranks.rank == 0)
         dist.all_reduce(totals)
         loss, targets, exact, samples = totals.tolist()
         return Evaluation(loss / max(targets, 1), exact / max(samples, 1), int(samples))
@@ -198,8 +201,8 @@ class OmnibalEngine(CheckpointedEngine):
         nothing = torch.zeros(len(EVALUATION_STATISTICS), dtype=torch.float64)
         return nothing if self.total_loss is None else self.total_loss.cpu()
 
-    def _next_step(self, loader: Loader, steps: Steps | None = None) -> tuple[Step, list[MicroBatch]]:
-        """Read a step's micro-batches; each knows what a token weighs among those of the whole step."""
+    def _next_step(self, loader: Loader, steps: Steps | None = None) -> tuple[Step, list[ReadPack]]:
+        """Read a step's packs; each knows what a token weighs among those of the whole step."""
         step, batches, targets, self.data_seconds = read_step(
             loader, steps, layout=self.resolved.layout, rank=self.global_rank, device=self.device, where=self.where
         )
@@ -208,14 +211,23 @@ class OmnibalEngine(CheckpointedEngine):
         # PipelineEngine._aggregate_total_loss averages over micro-batches and replicas; this weight makes that an
         # average over tokens, and as much of the gradients.
         weight = self.micro_batches * self.dp_world_size / max(targets, 1)
-        return step, [self._micro_batch(batch, weight) for batch in batches]
+        return step, [self._pack(batch, weight) for batch in batches]
 
-    def _micro_batch(self, batch: Batch, weight: float) -> MicroBatch:
-        inputs: tuple[Tensor, ...] = ()
+    def _pack(self, batch: Batch, weight: float) -> ReadPack:
+        inputs = None
         if self.is_first_stage():
-            inputs = self.module.vlm.sent_tensors(0).flatten(Payload.of_pack(batch, self.resolved.dtype))
-            note_counts(inputs, self.module.count(batch))
+            inputs = Payload.of_pack(batch, self.resolved.dtype)
+            note_counts([inputs.cu_seq_lens], self.module.count(batch))
         return inputs, (*targets_of(batch["labels"]).values(), torch.tensor(weight, dtype=torch.float32))
+
+    def _micro_batches(self, packs: Sequence[ReadPack]) -> list[MicroBatch]:
+        """What the first and the last stage take of a step; with a spread encoder all ranks together."""
+        inputs = [each for each, _ in packs if each is not None]
+        if self.spread is not None:
+            inputs = self.spread.encode(inputs)
+        sent = self.module.vlm.sent_tensors(self.module._local_start)
+        flat = [sent.flatten(each) for each in inputs] or [()] * len(packs)  # stages behind the first one take labels
+        return [(tensors, labels) for tensors, (_, labels) in zip(flat, packs, strict=True)]
 
     def _exec_load_micro_batch(self, buffer_id: int) -> None:
         # PipelineEngine's own clones on the host first, into memory that a device copies only while the host waits.
@@ -255,7 +267,7 @@ class OmnibalEngine(CheckpointedEngine):
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _exec_reduce_grads(self) -> None:
-        if self.dp_world_size > 1 or self.zero_optimization() or self.using_bf16_optimizer:
+        if self.exchange or self.dp_world_size > 1 or self.zero_optimization() or self.using_bf16_optimizer:
             super()._exec_reduce_grads()
         else:
             # One replica: DeepSpeedEngine.allreduce_gradients would copy all gradients together, times one, and back.

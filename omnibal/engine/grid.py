@@ -12,21 +12,26 @@ from typing import Any
 
 from deepspeed.runtime.pipe import module as pipe_module
 from deepspeed.runtime.pipe import p2p
-from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
+from deepspeed.runtime.pipe.topology import (
+    PipeDataParallelTopology,
+    PipelineParallelGrid,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
 
 from omnibal.cluster import Layout
 from omnibal.config import micro_batches_of
 from omnibal.engine.resolve import ResolvedRun
 from omnibal.errors import ConfigError
+from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.units import unit_schedule
-from omnibal.plan import Plan
 
 Pair = tuple[int, int]
 """A rank, and one of the next stage."""
 
 
 def pairs_below(layout: Layout, stage: int) -> list[list[Pair]]:
-    """The pairs that micro-batches cross behind a stage, in rounds without a rank in two pairs.
+    """The pairs that micro-batches cross behind a stage, in rounds without a rank in two pairs; tensor ranks each send.
 
     A rank of the side with fewer replicas passes its micro-batch ``m`` in round ``m mod rounds``; a rank of the other
     side is in one round only.
@@ -36,12 +41,27 @@ def pairs_below(layout: Layout, stage: int) -> list[list[Pair]]:
         >>> pairs_below(Layout(num_stages=2, num_replicas=2, encoder=Encoder(num_stages=1, num_replicas=1)), 0)
         [[(0, 1)], [(0, 2)]]
     """
-    upper, lower = (layout.shape(each)[0] for each in (stage, stage + 1))
+    (upper, num_tensor), (lower, _) = layout.shape(stage), layout.shape(stage + 1)
     fewer, more = sorted((upper, lower))
     return [
-        [(layout.rank(stage, n % upper), layout.rank(stage + 1, n % lower)) for n in range(first, first + fewer)]
+        [
+            (layout.rank(stage, n % upper, tensor), layout.rank(stage + 1, n % lower, tensor))
+            for n in range(first, first + fewer)
+            for tensor in range(num_tensor)
+        ]
         for first in range(0, more, fewer)
     ]
+
+
+def topology_of(layout: Layout) -> ProcessTopology:
+    """DeepSpeed's view of which rank is which; a layout numbers ranks as DeepSpeed's own topologies do."""
+    if layout.has_units:
+        return UnequalTopology(layout)
+    shape = {"num_pp": layout.num_stages, "num_dp": layout.num_replicas}
+    # One more axis renames a checkpoint's files.
+    if layout.num_tensor == 1:
+        return PipeDataParallelTopology(**shape)
+    return PipeModelDataParallelTopology(num_mp=layout.num_tensor, **shape)
 
 
 class UnequalTopology(ProcessTopology):
@@ -104,18 +124,13 @@ class UnequalGrid(PipelineParallelGrid):
         return int(self._topo.get_rank(pipe=stage_id, data=replica % self._topo.replicas[stage_id]))
 
 
-def check_unit_run(resolved: ResolvedRun, plan: Plan) -> None:
+def check_unit_run(resolved: ResolvedRun, partition: Partition) -> None:
     """Refuse what units cannot run; a layout without an encoder of its own passes."""
     layout, config = resolved.layout, resolved.config
     if not layout.has_units:
         return
-    unit_schedule(layout, plan.micro_batches, plan.schedule)  # replicas and micro-batches
+    unit_schedule(layout, micro_batches_of(config), "1f1b")  # replicas and micro-batches
     where = "where the encoder has replicas of its own"
-    if plan.schedule == "1f1b":
-        raise ConfigError(
-            f"omnibal.pipeline.schedule must be 'zero-bubble' or 'zero-bubble-lean' {where}, got '1f1b', whose "
-            "transfers block"
-        )
     num_tensor = max(layout.shape(stage)[1] for stage in range(layout.num_stages))
     if num_tensor > 1:
         raise ConfigError(f"num_tensor must be 1 {where}, got {num_tensor}")
@@ -124,7 +139,7 @@ def check_unit_run(resolved: ResolvedRun, plan: Plan) -> None:
     stages: dict[str, set[int]] = {}
     for index, record in enumerate(resolved.vlm.records):
         if record.tied_key is not None:
-            stages.setdefault(record.tied_key, set()).add(bisect_right(plan.partition.boundaries, index) - 1)
+            stages.setdefault(record.tied_key, set()).add(bisect_right(partition.boundaries, index) - 1)
     for key, found in stages.items():
         if len(found) > 1:
             raise ConfigError(
@@ -146,7 +161,7 @@ def deepspeed_view(resolved: ResolvedRun, rank: int) -> tuple[dict[str, Any], La
 def unequal_grids() -> Iterator[None]:
     """Let a PipelineModule that is built inside make an `UnequalGrid`."""
     # PipelineModule.__init__ has no argument for a grid: it calls the class by its module's name.
-    with _replaced(pipe_module, PipelineParallelGrid=UnequalGrid):
+    with replaced(pipe_module, PipelineParallelGrid=UnequalGrid):
         yield
 
 
@@ -155,7 +170,7 @@ def no_handshake() -> Iterator[None]:
     """Let a PipelineEngine that is built inside send nothing."""
     # PipelineEngine.__init__ lets neighbouring stages send each other a number by p2p: stage_to_global would let
     # several replicas send to one that receives once.
-    with _replaced(p2p, send=_nothing, recv=_nothing):
+    with replaced(p2p, send=_nothing, recv=_nothing):
         yield
 
 
@@ -164,7 +179,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 @contextmanager
-def _replaced(module: Any, **values: Any) -> Iterator[None]:
+def replaced(module: Any, **values: Any) -> Iterator[None]:
     originals = {name: getattr(module, name) for name in values}
     vars(module).update(values)
     try:

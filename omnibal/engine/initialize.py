@@ -21,7 +21,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from torch import Tensor, nn
 
-from omnibal.config import check_deferral, complete_deepspeed_config, fill_in_steps
+from omnibal.config import check_batch, check_deferral, complete_deepspeed_config, fill_in_steps, partition_of
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.grid import check_unit_run, deepspeed_view
 from omnibal.engine.loader import Loader, PackReader, VlmDataset, cores_of_process, view_of
@@ -36,6 +36,7 @@ from omnibal.engine.resolve import (
     resolve,
 )
 from omnibal.engine.samples import open_together, sample_loader
+from omnibal.engine.spread import check_spread_run
 from omnibal.engine.streams import stream_loader
 from omnibal.errors import ConfigError, said
 from omnibal.families.base import trained_in_words
@@ -192,6 +193,7 @@ def start(workspace: Workspace, model: Any, dataset: Any, own: UserOptimizer) ->
         image_integers=resolved.vlm.image_integers,
         positions=resolved.vlm.positions,
         workers=section.data.workers,
+        ray=section.data.ray,
         pin_memory=get_accelerator().device_name() == "cuda",
     )
     # Samples with lengths are arranged by epochs; of a stream packs are planned as samples come.
@@ -208,6 +210,10 @@ def start(workspace: Workspace, model: Any, dataset: Any, own: UserOptimizer) ->
 def _resolve(workspace: Workspace, model: Any, own: UserOptimizer) -> tuple[ResolvedRun, DeepSpeedConfig]:
     resolved = resolve(workspace, model, dist.get_world_size())
     own.check(resolved.config)
+    if resolved.layout.has_units:
+        records, layout = resolved.vlm.records, resolved.layout
+        check_unit_run(resolved, partition_of(workspace.section, workspace.named_plan, records, layout))
+        check_batch(resolved.config, layout.num_replicas)
     return resolved, _deepspeed_config(resolved)
 
 
@@ -229,8 +235,9 @@ def _spare_weights(resolved: ResolvedRun, source: Weights | None) -> dict[str, T
 
 def _settled(resolved: ResolvedRun, config: DeepSpeedConfig | None, plan: Plan, total_steps: int) -> DeepSpeedConfig:
     """DeepSpeed's configuration of a run whose plan and number of steps are known."""
-    check_unit_run(resolved, plan)
-    if plan.schedule != "1f1b":
+    check_unit_run(resolved, plan.partition)
+    check_spread_run(resolved, plan)
+    if plan.runs_table:
         check_deferral(resolved.config)
     config = config or _deepspeed_config(resolved)
     if config.scheduler_params:  # what DeepSpeed's engine will make its schedule from; config._param_dict holds it, too

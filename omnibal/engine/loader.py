@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from omnibal.cluster import Layout
 from omnibal.data.lengths import SampleLengths
+from omnibal.engine.ray_packs import RayPacks
 from omnibal.errors import ConfigError, DataError, OmnibalError
 from omnibal.feeds.feed import EpochFeed, Feed, PacksFromHere, Share, Step
 from omnibal.feeds.sampler import BalancedBatchSampler
@@ -103,6 +104,8 @@ class PackReader:
     workers: int | None = None
     """DataLoader processes where images are decoded (where only texts are read, one will do); 0 to read in this
     process, when a step begins; None for as many as the images of a step need."""
+    ray: str | None = None
+    """Address of a Ray cluster that decodes images in place of ``workers``."""
     pin_memory: bool = False
     """Whether packs are copied to a GPU."""
     step_seconds: float | None = None
@@ -130,10 +133,16 @@ class PackReader:
             return EpochFeed(sampler, None, self.share)
         share = self.share or Share(sampler.rank, sampler.num_replicas)
         micro_batches = sampler.num_replicas * sampler.micro_batches // share.num_shares
+        packs = PacksFromHere(sampler, share)
+        if self.ray is not None and self.view == "images":
+            remote = RayPacks(
+                dataset, packs, self.collate, address=self.ray, count=micro_batches, pin=self.pin_memory
+            )  # fmt: skip
+            return EpochFeed(sampler, remote, share)
         workers = self._workers(sampler, share, micro_batches)
         reader: DataLoader[Batch] = DataLoader(
             cast(Dataset[Any], dataset if self.view == "images" else TextView(dataset)),
-            batch_sampler=PacksFromHere(sampler, share),
+            batch_sampler=packs,
             collate_fn=self.collate,
             num_workers=workers,
             # DataLoader reads workers · prefetch_factor packs ahead: those of one step, rounded up.
@@ -277,7 +286,8 @@ def read_step(
     except Exception as error:  # any failure must reach the other ranks
         failure = error
     place = layout.place(rank)
-    is_first, is_last = place.stage == 0, place.stage == layout.num_stages - 1
+    # Of tensor ranks, which read the same packs, the first one counts.
+    is_first, is_last = (place.tensor == 0 and place.stage == end for end in (0, layout.num_stages - 1))
     before_waits = 2 + layout.num_columns
     counts = torch.zeros(before_waits + layout.num_devices, dtype=torch.int64)
     counts[before_waits + rank] = round(1e6 * (perf_counter() - started))

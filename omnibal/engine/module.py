@@ -7,23 +7,25 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.constants import PIPE_REPLICATED
-from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import Tensor, nn
 
 from omnibal.config import OptimizerSection
-from omnibal.engine.grid import UnequalTopology, unequal_grids
+from omnibal.engine.grid import topology_of, unequal_grids
 from omnibal.engine.resolve import ParameterGroup, ResolvedRun, Weights
-from omnibal.families.base import Module
+from omnibal.families.base import Module, encoder_layers
 from omnibal.plan import Plan
 from omnibal.ranks import gather, run_on_all_ranks
 from omnibal.vlm.attention import sample_lengths
 from omnibal.vlm.backward import run_layer
 from omnibal.vlm.payload import PackCounts, Payload, note_counts
+from omnibal.vlm.tensor import TensorGroup, share_layer
 from omnibal.vlm.weights import load_layer
 
 PLACEHOLDER: Final = "placeholder"  # in place of a name on disk
+ON_ALL_RANKS: Final = "on_all_ranks"  # key of parameter groups whose parameters are those of a spread encoder
 
 
 class VlmPipelineModule(PipelineModule):
@@ -31,37 +33,39 @@ class VlmPipelineModule(PipelineModule):
 
     ``frozen_stages`` is the number of the first stages that train nothing: they run forward only, and no gradient is
     sent to them. ``placeholders`` are parameters of no effect, which stand in no layer and so in no checkpoint.
+    ``encoder`` are the layers of an encoder that is spread, whole on every rank: the pipeline begins behind them.
     """
 
     def __init__(self, resolved: ResolvedRun, plan: Plan, weights: Weights | None = None) -> None:
-        # PipelineModule.__init__ calls _partition_layers and _build, when self is not yet an initialised nn.Module.
+        # PipelineModule.__init__ calls _partition_layers and _build, when nothing else of self is there yet.
         self.__dict__["vlm"] = resolved.vlm
         self.__dict__["plan"] = plan
         self.__dict__["layout"] = resolved.layout
         # PipelineModule keeps the specs, which hold this reader: it lets go of weights in memory when layers are built.
         # It makes the groups of each stage's replicas and each replica's stages, then builds this stage's layers.
-        reader = _LayerReader(resolved, weights)
-        layout = resolved.layout
-        rectangle = PipeDataParallelTopology(num_pp=plan.num_stages, num_dp=layout.num_replicas)
-        with unequal_grids() if layout.has_units else nullcontext():
+        reader = self.__dict__["reader"] = _LayerReader(resolved, weights)
+        with unequal_grids() if resolved.layout.has_units else nullcontext():
             super().__init__(
                 layers=[_layer_spec(reader, index) for index in range(len(resolved.vlm.records))],
-                topology=UnequalTopology(layout) if layout.has_units else rectangle,
+                topology=topology_of(resolved.layout),
                 loss_fn=self._loss,
                 dynamic_shape=True,  # packs differ in length: without it DeepSpeed keeps the first one's shapes
             )
+        spread = range(encoder_layers(resolved.vlm.records)) if resolved.layout.is_spread else range(0)
+        self.encoder = nn.ModuleList(run_on_all_ranks(lambda: [reader.build(index) for index in spread]))
         reader.weights = None
+        # With a spread encoder that trains no stage is frozen: its gradients come out of the first stage.
         stages = gather((self.stage_id, any(parameter.requires_grad for parameter in self.parameters())))
         self.frozen_stages = min(stage for stage, trains in stages if trains)
         self.placeholders = nn.ParameterList()
-        self._dtype = resolved.dtype
+        self.dtype = resolved.dtype
         # Every stage needs a parameter to train that is not the copy of an earlier stage's: PipelineEngine asserts that
         # there is an optimizer, and BF16_Optimizer cannot take the norm of no gradient, which leaves copies out.
         if not any(p.requires_grad and not getattr(p, PIPE_REPLICATED, False) for p in self.parameters()):
             self._add_placeholder()
         # The engine sets these: of the pack that forward gets next, counts (if they are known) and, on the last stage,
-        # targets_of its labels; and once what is called with a layer's number in the stage and hidden states before
-        # the layer runs.
+        # targets_of its labels; and once what is called with a layer's number among numbered_layers and hidden states
+        # before the layer runs.
         self.counts: PackCounts | None = None
         self.targets: Mapping[str, Tensor] = {}
         self.before_layer: Callable[[int, Tensor], object] | None = None
@@ -70,7 +74,8 @@ class VlmPipelineModule(PipelineModule):
         # PipelineModule's own balances by parameters. It leaves self.parts, which checkpoints and the topology read.
         self.parts = list(self.plan.partition.boundaries)
         stage = self.layout.place(self.global_rank).stage
-        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+        first = encoder_layers(self.vlm.records) if self.layout.is_spread else 0
+        self._set_bounds(start=max(first, self.parts[stage]), stop=self.parts[stage + 1])
 
     def _index_tied_modules(self) -> dict[str, Any]:
         # PipelineModule's own lets every rank make as many groups as its own stage has replicas. Ties of units lie
@@ -88,22 +93,24 @@ class VlmPipelineModule(PipelineModule):
             super()._synchronize_tied_weights()
 
     def _add_placeholder(self) -> nn.Parameter:
-        placeholder = nn.Parameter(torch.zeros(1, dtype=self._dtype))
+        placeholder = nn.Parameter(torch.zeros(1, dtype=self.dtype))
         self.placeholders.append(placeholder)
         return placeholder
 
     def parameter_groups(self, settings: OptimizerSection) -> list[ParameterGroup]:
-        """The parameters that this stage trains, apart where the section treats them differently.
+        """The parameters that this rank trains, apart where the section treats them differently.
 
-        A group has ``params``, ``names`` (the parameters' names on disk), and ``lr`` and ``weight_decay`` where the
-        section decides them.
+        A group has ``params``, ``names`` (the parameters' names on disk), ``lr`` and ``weight_decay`` where the section
+        decides them, and ``on_all_ranks`` where it is of a spread encoder.
         """
         places, unused = self._places(), list(self.placeholders)
         own: dict[tuple[tuple[str, float], ...], dict[nn.Parameter, str]] = {}
+        spread = set(self.encoder.parameters())
         for parameter in self.parameters():
             if parameter.requires_grad and parameter in places:
                 name, part = places[parameter]
-                own.setdefault(_overrides(parameter, part, settings), {})[parameter] = name
+                on_all = ((ON_ALL_RANKS, True),) if parameter in spread else ()
+                own.setdefault(_overrides(parameter, part, settings) + on_all, {})[parameter] = name
         # All stages make the same groups in the same order: under ZeRO they meet once for the norm of each group.
         # Where a stage trains nothing of a group, it has a placeholder there.
         of_all_stages = dict.fromkeys(overrides for of_rank in gather(list(own)) for overrides in of_rank)
@@ -127,17 +134,31 @@ class VlmPipelineModule(PipelineModule):
             elif parameter.grad is not None:
                 yield name, parameter.grad
 
-    def _places(self) -> dict[nn.Parameter, tuple[str, Module]]:
-        """Name on disk and module of this stage's parameters; of a tied one, those of its first use."""
+    def numbered_layers(self) -> Iterator[tuple[int, nn.Module]]:
+        """The layers of this rank with their numbers in the model: a spread encoder's, then its stage's."""
+        yield from enumerate(self.encoder)
         # PipelineModule keeps its stage's layers in forward_funcs; _local_start is the number of the first one.
+        yield from enumerate(self.forward_funcs, start=self._local_start)
+
+    def _places(self) -> dict[nn.Parameter, tuple[str, Module]]:
+        """Name on disk and module of this rank's parameters; of a tied one, those of its first use."""
         found: dict[nn.Parameter, tuple[str, Module]] = {}
-        for index, layer in enumerate(self.forward_funcs, start=self._local_start):
+        for index, layer in self.numbered_layers():
             names = self.vlm.weight_names(index)
             for name, parameter in layer.named_parameters():
                 found.setdefault(parameter, (names[name], self.vlm.records[index].module))
         return found
 
+    @property
+    def ranks(self) -> TensorGroup:
+        """The ranks that share this stage's layers."""
+        grid = self._grid  # made before layers are built
+        return TensorGroup(
+            grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size(), grid.get_slice_parallel_group()
+        )
+
     def _build(self) -> None:
+        self.reader.ranks = self.ranks
         # Weights that do not fit are found on one stage only; the others are told, or they would wait for it.
         run_on_all_ranks(super()._build, where=f"rank {self.global_rank}, stage {self.stage_id}")
 
@@ -152,12 +173,40 @@ class VlmPipelineModule(PipelineModule):
         sent: tuple[Tensor, ...] = self.vlm.sent_tensors(self._local_stop).flatten(payload)
         return sent
 
+    def encode(self, payload: Payload) -> Payload:
+        """Run the spread encoder on images from any packs."""
+        for index, layer in enumerate(self.encoder):
+            self._announce(index, payload)
+            payload = run_layer(layer, payload, self.plan.recompute[index])
+        return payload
+
     def _run_layers(self, payload: Payload) -> Payload:
-        exceeds = self._exceeds_plan(payload)
+        exceeds, before = self._exceeds_plan(payload), len(self.encoder)
         for place, layer in enumerate(self.forward_funcs):
-            self._announce(place, payload)
+            self._announce(before + place, payload)
             payload = run_layer(layer, payload, "full" if exceeds else self.plan.recompute[self._local_start + place])
         return payload
+
+    def save_state_dict(self, save_dir: str, checkpoint_engine: Any, exclude_frozen_params: bool = False) -> None:
+        super().save_state_dict(save_dir, checkpoint_engine, exclude_frozen_params)
+        # PipelineModule knows its stage's layers only; all ranks write the spread encoder's in turns.
+        for index in range(self.global_rank, len(self.encoder), dist.get_world_size()):
+            state = self.encoder[index].state_dict()
+            for name in self._get_frozen_parameter_names(self.encoder[index]) if exclude_frozen_params else ():
+                del state[name]
+            checkpoint_engine.save(
+                state_dict=clone_tensors_for_torch_save(state), path=self.ckpt_layer_path(save_dir, self._place(index))
+            )
+
+    def load_state_dir(self, load_dir: str, checkpoint_engine: Any, strict: bool = True) -> None:
+        super().load_state_dir(load_dir, checkpoint_engine, strict=strict)
+        for index, layer in enumerate(self.encoder):
+            (path,) = self.ckpt_layer_path_list(load_dir, self._place(index))
+            layer.load_state_dict(checkpoint_engine.load(path, map_location="cpu"), strict=strict)
+
+    def _place(self, index: int) -> int:
+        # PipelineModule names a layer's file by its place in the stage, to which it adds _local_start again.
+        return index - int(self._local_start)
 
     def _announce(self, place: int, payload: Payload) -> None:
         if self.before_layer is not None:
@@ -246,6 +295,7 @@ class _LayerReader:
 
     def __init__(self, resolved: ResolvedRun, weights: Weights | None) -> None:
         self.resolved, self.weights = resolved, weights
+        self.ranks = TensorGroup()
 
     def build(self, index: int) -> nn.Module:
         resolved, source = self.resolved, self.weights
@@ -253,10 +303,11 @@ class _LayerReader:
         module = vlm.build_layer(index, seed=settings.seed if source is None else None, dtype=resolved.dtype)
         if source is not None:
             vlm.begin_adapters(index, module, seed=settings.seed)
+        share_layer(vlm, index, module, self.ranks)
         # The first replica of each stage reads weights. Those of the others stay NaN until DeepSpeedEngine.__init__
         # sends them the first one's parameters (_broadcast_model), as it always does: no file is read per replica.
         if source is not None and resolved.layout.place(dist.get_rank()).replica == 0:
-            load_layer(vlm, index, module, source)
+            load_layer(vlm, index, module, source, vlm.slices(index, self.ranks.size, self.ranks.rank))
         assert module.state_dict().keys() == dict(module.named_parameters()).keys(), "DeepSpeed sends parameters only"
         record, names = vlm.records[index], vlm.weight_names(index)
         for name, parameter in module.named_parameters():

@@ -1,8 +1,9 @@
-"""Gradients and weights of a stage's layers move between its replicas while other layers are computed.
+"""Gradients and weights of a rank's layers move between the ranks that hold them while other layers are computed.
 
 A layer's gradients leave when the last micro-batch's backward pass through the layer has ended, from the last layer to
 the first. Updated weights come back from the first layer to the last, while the next step's forward pass begins; the
-forward pass waits for a layer's weights right before it runs the layer.
+forward pass waits for a layer's weights right before it runs the layer. The replicas of a stage hold its layers; the
+layers of an encoder that is spread are on all ranks, and are the first ones of each rank.
 
 DeepSpeed has three optimizers for a pipeline. They sum the gradients of micro-batches in different places, and split
 the update of parameters differently over the replicas: `Sums` and its two subclasses know where and how.
@@ -24,14 +25,21 @@ from deepspeed.comm import ReduceOp
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor, nn
 
 from omnibal.vlm.backward import add_gradient
-
-Layers = Sequence[Sequence[nn.Parameter]]
+from omnibal.vlm.tensor import COUNTED, partial_parameters
 
 # Rows of at least so many numbers are sent from their own memory; shorter ones are copied into one message.
 _ALONE: Final = 2**18
+
+
+class SharedLayer(NamedTuple):
+    """The trained parameters of a layer, and the ranks that hold it: its replicas."""
+
+    parameters: Sequence[nn.Parameter]
+    group: dist.ProcessGroup
 
 
 class Part(NamedTuple):
@@ -82,11 +90,13 @@ class Sums:
 class _OwnedSums(Sums):
     """Sums of optimizers under which each replica updates an equal share of every group's flat buffer."""
 
-    def __init__(self, flats: list[Tensor], groups: list[list[nn.Parameter]], replicas: int) -> None:
-        # The parameters of a group are views of its flat buffer, one behind the other.
+    def __init__(self, optimizer: Any, flats: list[Tensor], groups: list[list[nn.Parameter]]) -> None:
+        # The parameters of a group are views of its flat buffer, one behind the other; partition_count says for each
+        # group how many ranks share it.
+        self._optimizer = optimizer
         self._parts = {
             parameter: tuple(_parts(parameter, flat, flat.numel() // replicas))
-            for flat, group in zip(flats, groups, strict=True)
+            for flat, group, replicas in zip(flats, groups, optimizer.partition_count, strict=True)
             for parameter in group
         }
         self._order = {parameter: place for place, parameter in enumerate(self._parts)}
@@ -109,9 +119,8 @@ def _parts(parameter: nn.Parameter, flat: Tensor, share: int) -> Iterator[Part]:
 class ZeroSums(_OwnedSums):
     """Sums of ZeRO 1: in ``parameter.grad``, or in ``parameter.grad_accum`` if they have a dtype of their own."""
 
-    def __init__(self, optimizer: Any, replicas: int) -> None:
-        super().__init__(optimizer.bit16_groups_flat, optimizer.bit16_groups, replicas)
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer, optimizer.bit16_groups_flat, optimizer.bit16_groups)
         self._name = "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -138,9 +147,9 @@ class ZeroSums(_OwnedSums):
 class Bfloat16Sums(_OwnedSums):
     """Sums of BF16_Optimizer: in float32 rows beside the parameters, added to after every backward pass."""
 
-    def __init__(self, optimizer: Any, replicas: int) -> None:
-        super().__init__(optimizer.bf16_groups_flat, optimizer.bf16_groups, replicas)
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer, optimizer.bf16_groups_flat, optimizer.bf16_groups)
+        self._ranks = [dist.get_rank(group) for group in optimizer.real_dp_process_group]  # this process's, by group
         self._places = {
             parameter: (group, index)
             for group, parameters in enumerate(optimizer.bf16_groups)
@@ -166,6 +175,7 @@ class Bfloat16Sums(_OwnedSums):
         # BF16_Optimizer.step takes the norm of get_grads_for_norm over the model-parallel group. Its own needs all
         # gradients on every replica, and here each replica has only its shares: the norm is one over all processes,
         # and differs from DeepSpeed's in its last bits.
+        self._mpu = self._optimizer.mpu
         self._optimizer.mpu = SimpleNamespace(get_model_parallel_group=lambda: dist.group.WORLD)
         self._optimizer.get_grads_for_norm = self._owned
 
@@ -179,10 +189,10 @@ class Bfloat16Sums(_OwnedSums):
         # For each group of parameters: views of the flat bfloat16 buffer, one a replica, and this replica's share in
         # float32, which the inner optimizer has stepped.
         optimizer = self._optimizer
-        for shares, updated in zip(
-            optimizer.bf16_partitioned_groups, optimizer.fp32_groups_flat_partition, strict=True
+        for shares, updated, rank in zip(
+            optimizer.bf16_partitioned_groups, optimizer.fp32_groups_flat_partition, self._ranks, strict=True
         ):
-            shares[optimizer.dp_rank].copy_(updated)
+            shares[rank].copy_(updated)
         then()
 
     def _row(self, parameter: nn.Parameter) -> Tensor:
@@ -193,12 +203,14 @@ class Bfloat16Sums(_OwnedSums):
 
     def _owned(self, for_clipping: bool = False) -> Any:
         """Gradients of this rank's own shares, in the form of ``BF16_Optimizer.get_grads_for_norm``."""
-        rank, device = self._optimizer.dp_rank, self._optimizer.bf16_groups_flat[0].device
+        device = self._optimizer.bf16_groups_flat[0].device
+        is_first = bwc_tensor_model_parallel_rank(self._mpu) == 0
         owned = [torch.zeros(1, device=device)]  # a replica may own no part, and the norm needs a tensor
-        for parameter in self._places:
-            # A tied weight counts once, on the first of its stages.
-            if for_clipping or not getattr(parameter, PIPE_REPLICATED, False):
-                row = self._row(parameter)
+        for parameter, (group, _) in self._places.items():
+            # A tied weight counts once, on the first of its stages; what all tensor ranks hold on the first of them.
+            is_counted = is_first or getattr(parameter, COUNTED, False)
+            if for_clipping or (is_counted and not getattr(parameter, PIPE_REPLICATED, False)):
+                row, rank = self._row(parameter), self._ranks[group]
                 owned += [row[start:stop] for owner, start, stop in self.parts(parameter) if owner == rank]
         return owned if for_clipping else (owned, {})
 
@@ -223,11 +235,11 @@ def count_stages_once(optimizer: Any, copies: int) -> None:
         optimizer._model_parallel_all_reduce = once
 
 
-def sums_of(optimizer: Any, replicas: int) -> Sums:
-    """The sums of a stage's optimizer."""
+def sums_of(optimizer: Any) -> Sums:
+    """The sums of a rank's optimizer."""
     if isinstance(optimizer, BF16_Optimizer):
-        return Bfloat16Sums(optimizer, replicas)
-    return ZeroSums(optimizer, replicas) if isinstance(optimizer, DeepSpeedZeroOptimizer) else Sums()
+        return Bfloat16Sums(optimizer)
+    return ZeroSums(optimizer) if isinstance(optimizer, DeepSpeedZeroOptimizer) else Sums()
 
 
 class _UnderWay(NamedTuple):
@@ -235,23 +247,21 @@ class _UnderWay(NamedTuple):
 
     work: Any
     owner: int | None
+    group: dist.ProcessGroup
     sent: Tensor
     rows: list[Tensor]
 
 
 class Reduction:
-    """Averages gradients over the replicas, layer by layer from the last one on.
+    """Averages gradients over the ranks that hold a layer, layer by layer from the last one on.
 
     Each part of a gradient goes to the replica that owns it, or to all if every replica updates it. ``others`` are
-    trained parameters that are in no layer; ``left`` is the number of layers, the first ones, that have not started.
+    trained parameters of the stage that are in no layer; ``left`` is the number of layers, the first ones, that have
+    not started.
     """
 
-    def __init__(
-        self, sums: Sums, layers: Layers, others: Sequence[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype
-    ) -> None:
-        self._sums, self._layers, self._others = sums, layers, others
-        self._group, self._dtype = group, dtype
-        self._rank, self._replicas = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, sums: Sums, layers: Sequence[SharedLayer], others: SharedLayer, dtype: torch.dtype) -> None:
+        self._sums, self._layers, self._others, self._dtype = sums, layers, others, dtype
         self.left = len(layers)
         self._under_way: deque[_UnderWay] = deque()
 
@@ -272,42 +282,45 @@ class Reduction:
         self._sums.hand_over()
 
     @torch.no_grad()
-    def _start(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _start(self, layer: SharedLayer) -> None:
         # Finish what is complete already, so that its copies do not all wait for the end of the step.
         while self._under_way and self._under_way[0].work.is_completed():
             self._finish(self._under_way.popleft())
-        for owner, rows in _by_owner(self._sums, parameters, self._sums.take):
+        rows_by_owner = list(_by_owner(self._sums, layer.parameters, self._sums.take))  # also makes missing gradients
+        if dist.get_world_size(layer.group) == 1:
+            return
+        for owner, rows in rows_by_owner:
             small = [row for row in rows if row.numel() < _ALONE]
             for together in [[row] for row in rows if row.numel() >= _ALONE] + [small] * bool(small):
-                self._send(owner, together)
+                self._send(owner, together, layer.group)
 
-    def _send(self, owner: int | None, rows: list[Tensor]) -> None:
+    def _send(self, owner: int | None, rows: list[Tensor], group: dist.ProcessGroup) -> None:
         sent = rows[0].to(self._dtype) if len(rows) == 1 else torch.cat([row.to(self._dtype) for row in rows])
         # All replicas send; the owner alone gets the sum, or everybody does where everybody updates the parameter.
         if owner is None:
-            work = dist.all_reduce(sent, group=self._group, async_op=True)
+            work = dist.all_reduce(sent, group=group, async_op=True)
         else:
-            work = dist.reduce(sent, dist.get_global_rank(self._group, owner), group=self._group, async_op=True)
-        self._under_way.append(_UnderWay(work, owner, sent, [] if sent is rows[0] else rows))
+            work = dist.reduce(sent, dist.get_global_rank(group, owner), group=group, async_op=True)
+        self._under_way.append(_UnderWay(work, owner, group, sent, [] if sent is rows[0] else rows))
 
     @torch.no_grad()
     def _finish(self, under_way: _UnderWay) -> None:
-        work, owner, sent, rows = under_way
+        work, owner, group, sent, rows = under_way
         work.wait()
-        if owner in (None, self._rank):  # on the other replicas a reduce leaves numbers that mean nothing
-            sent.mul_(1 / self._replicas)
+        if owner in (None, dist.get_rank(group)):  # on the other replicas a reduce leaves numbers that mean nothing
+            sent.mul_(1 / dist.get_world_size(group))
             for row, values in zip(rows, sent.split([row.numel() for row in rows]) if rows else (), strict=True):
                 row.copy_(values)
 
 
-class Spread:
-    """Sends updated weights to the replicas that do not own them, from the first layer on, while the next step begins.
+class WeightBroadcast:
+    """Sends updated weights to the ranks that do not own them, from the first layer on, while the next step begins.
 
     With an optimizer that gathers weights itself, `start` is never called and there is nothing to wait for.
     """
 
-    def __init__(self, sums: Sums, layers: Layers, others: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-        self._sums, self._group = sums, group
+    def __init__(self, sums: Sums, layers: Sequence[SharedLayer], others: SharedLayer) -> None:
+        self._sums = sums
         self._layers = [others, *layers]
         # Running broadcasts of the others, then of each layer, without those that have been awaited.
         self._coming: deque[list[Any]] = deque()
@@ -319,9 +332,10 @@ class Spread:
         # All replicas come here at the end of their optimizer step, and list the same rows in the same order: each row
         # is broadcast by its owner.
         self.settle()
-        for parameters in self._layers:
-            rows = _by_owner(self._sums, parameters, lambda parameter: parameter.data.view(-1))
-            self._coming.append([self._send(owner, row) for owner, owned in rows for row in owned])
+        for parameters, group in self._layers:
+            rows = list(_by_owner(self._sums, parameters, lambda parameter: parameter.data.view(-1)))
+            is_shared = dist.get_world_size(group) > 1
+            self._coming.append([_sent(row, owner, group) for owner, owned in rows for row in owned if is_shared])
 
     def settle(self, layer: int | None = None) -> None:
         """Wait for the weights of the layers up to ``layer``; by default of all layers."""
@@ -331,15 +345,16 @@ class Spread:
             for work in self._coming.popleft():
                 work.wait()
 
-    def _send(self, owner: int | None, row: Tensor) -> Any:
-        assert owner is not None, "weights that every replica updates need not be sent"
-        return dist.broadcast(row, dist.get_global_rank(self._group, owner), group=self._group, async_op=True)
+
+def _sent(row: Tensor, owner: int | None, group: dist.ProcessGroup) -> Any:
+    assert owner is not None, "weights that every replica updates need not be sent"
+    return dist.broadcast(row, dist.get_global_rank(group, owner), group=group, async_op=True)
 
 
-def _flush_at_exit(of: ref[Spread]) -> None:
-    spread = of()
-    if spread is not None and spread._coming:
-        spread.settle()
+def _flush_at_exit(of: ref[WeightBroadcast]) -> None:
+    broadcast = of()
+    if broadcast is not None and broadcast._coming:
+        broadcast.settle()
         get_accelerator().synchronize()
 
 
@@ -369,34 +384,41 @@ def _adjoin(one: Tensor, other: Tensor) -> bool:
 
 
 class ReplicaExchange(NamedTuple):
-    """What a stage's replicas send each other in a step: averaged gradients, then updated weights."""
+    """What ranks that hold the same layers send each other in a step: averaged gradients, then updated weights."""
 
     gradients: Reduction
-    weights: Spread
+    weights: WeightBroadcast
 
 
 def exchange_of(engine: Any, sums: Sums) -> ReplicaExchange | None:
-    """The exchange of an engine's stage; None with one replica, or if DeepSpeed has to reduce gradients itself."""
+    """The exchange of an engine's layers; None with one replica, or if DeepSpeed has to reduce gradients itself."""
+    encoder = engine.module.encoder
+    if engine.dp_world_size == 1 and len(encoder) == 0:
+        return None
     # DeepSpeed reduces them if ZeRO copies gradients to buffers of its own (contiguous gradients, an optimizer on the
-    # host), or if they are to be scaled in another way than by the number of replicas.
+    # host), or if they are to be scaled in another way than by the number of replicas; check_spread_run refuses these.
     of_its_own = (
         getattr(engine.optimizer, "cpu_offload", False)
         or getattr(engine.optimizer, "contiguous_gradients", False)
         or not engine.postscale_gradients()
         or engine.gradient_predivide_factor() != 1
     )
-    if engine.dp_world_size == 1 or of_its_own:
+    if of_its_own:
         return None
-    # Gradients of tied weights are first added up between their stages, so they can only leave last.
+    # The replicas of this stage: ranks that hold the same layers.
+    group = engine.grid.get_data_parallel_group()
+    # Gradients of tied weights are first added up between their stages, and partial ones over the tensor ranks, so they
+    # can only leave last.
     others = [weight for weight, _ in engine.module.get_tied_weights_and_groups()] + list(engine.module.placeholders)
+    others += partial_parameters(engine.module)
     seen, layers = set(others), []
     # A weight that two layers share belongs to the first of them: its gradient is complete when that one has run.
-    for layer in engine.module.forward_funcs:
+    held = [(layer, dist.group.WORLD) for layer in encoder] + [(layer, group) for layer in engine.module.forward_funcs]
+    for layer, holders in held:
         trained = [p for p in layer.parameters() if p.requires_grad and p.numel() and p not in seen]
-        layers.append(sums.in_order(trained))
+        layers.append(SharedLayer(sums.in_order(trained), holders))
         seen.update(trained)
-    # The replicas of this stage: ranks that hold the same layers.
-    others, group = sums.in_order(others), engine.grid.get_data_parallel_group()
+    apart = SharedLayer(sums.in_order(others), group)
     sums.take_over()
-    reduction = Reduction(sums, layers, others, group, engine.communication_data_type)
-    return ReplicaExchange(reduction, Spread(sums, layers, others, group))
+    reduction = Reduction(sums, layers, apart, engine.communication_data_type)
+    return ReplicaExchange(reduction, WeightBroadcast(sums, layers, apart))

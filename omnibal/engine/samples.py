@@ -223,7 +223,7 @@ def sample_loader(
         reader = replace(reader, step_seconds=plan.predicted.step_seconds)
     if layout.has_units:
         reader = replace(reader, share=Share(place.replica, layout.shape(place.stage)[0]))
-    return plan, Loader(reader.feed(checked, sampler), reader)
+    return plan, run_on_all_ranks(lambda: Loader(reader.feed(checked, sampler), reader))
 
 
 def _arrange(

@@ -121,6 +121,8 @@ def stream_loader(
     workspace: Workspace, resolved: ResolvedRun, sources: Any, place: PipelinePosition, reader: PackReader
 ) -> tuple[Plan, Loader]:
     """The plan of a run on streams, and this rank's loader."""
+    if resolved.layout.has_units:
+        raise ConfigError("samples must have lengths() where the encoder has replicas of its own, got a stream")
     section, rules = workspace.section, SampleRules.of(resolved.vlm)
     num_steps, mixture = _checked(section)
     plan = workspace.resolve_plan(resolved.vlm.records, resolved.layout, None)
@@ -150,6 +152,10 @@ def _checked(section: OmnibalSection) -> tuple[int, Mixture | None]:
         )
     if mixture == "repeat_time":
         raise ConfigError("omnibal.data.mixture must be shares by source for streams, got 'repeat_time'")
+    if section.data.ray is not None:
+        raise ConfigError(
+            f"omnibal.data.ray must be left out for a stream, which is read here, got {section.data.ray!r}"
+        )
     if packing.method != "balanced":
         raise ConfigError(f"omnibal.packing.method must be 'balanced' for a stream, got {packing.method!r}")
     return steps, mixture

@@ -22,12 +22,14 @@ from torch import Tensor
 
 from omnibal.engine.grid import no_handshake, pairs_below
 from omnibal.engine.reduction import count_stages_once, exchange_of, sums_of
+from omnibal.engine.spread import SpreadEncoder, states_on_all_ranks
 from omnibal.engine.transfers import DESCRIPTION, Fan, Receiver, Sender, Shape, describe, new_link, read_description
 from omnibal.errors import ConfigError
 from omnibal.pipeline.schedule import Instruction, Operation, Schedule
 from omnibal.ranks.agreement import hosts_of, unreachable
 from omnibal.vlm.backward import WeightGradients, defer_linears
 from omnibal.vlm.payload import PackCounts, note_counts
+from omnibal.vlm.tensor import add_up, partial_parameters
 
 
 class RunEntry(deepspeed_schedule.PipeInstruction):
@@ -114,8 +116,10 @@ class TableEngine(PipelineEngine):
     ) -> None:
         # PipelineEngine.__init__ makes the optimizer, and lets neighbouring stages send each other a number.
         layout = deepspeed_arguments["model"].layout
-        with no_handshake() if layout.has_units else nullcontext():
+        own = no_handshake() if layout.has_units else states_on_all_ranks() if layout.is_spread else nullcontext()
+        with own:
             super().__init__(**deepspeed_arguments)
+        self.spread = SpreadEncoder(self.module, self.device) if layout.is_spread else None
         front = self.module.frozen_stages
         self._runs_backward, self._sends_gradients = self.stage_id >= front, self.stage_id > front
         stages = self.stage_id, min(self.stage_id + 1, self.num_stages - 1)
@@ -126,8 +130,8 @@ class TableEngine(PipelineEngine):
             count_stages_once(self.optimizer, replicas // layout.num_columns)
         self.table = None if table is None else table.with_frozen_front(front)
         self.pending_bytes = None if pending_bytes is None else pending_bytes[self.stage_id]
-        self.sums = sums_of(self.optimizer, self.dp_world_size)
-        self.exchange = None if self.dp_world_size == 1 else exchange_of(self, self.sums)
+        self.sums = sums_of(self.optimizer)
+        self.exchange = exchange_of(self, self.sums)
         self.module.before_layer = self._before_layer if self.exchange else None
         self.weight_gradients = WeightGradients(budget_bytes=None if table else 0, accumulate=self.sums.add)
         self._forwards_left = self._backwards_left = 0
@@ -140,7 +144,8 @@ class TableEngine(PipelineEngine):
             self._in_flight = table.in_flight[self.stage_id]
             self._in_flight_before = _in_flight_before(table, self.stage_id)
             self._first_gradient_before = _behind_first_gradient(self.table.blocking[self.stage_id])
-            defer_linears(self.module, self.weight_gradients)
+            for layer in self.module.forward_funcs:
+                defer_linears(layer, self.weight_gradients)
             self._open_links()
             self._try_links()
 
@@ -175,11 +180,21 @@ class TableEngine(PipelineEngine):
         if not self._runs_backward:  # DeepSpeed's optimizers fail on the norm of no gradient at all
             for placeholder in self.module.placeholders:
                 self.weight_gradients.accumulate(placeholder, torch.zeros_like(placeholder))
-        if self.exchange is not None:
-            # The passes of the stage have ended: start the layers whose hook has not run, as with packs without images.
-            for layer in reversed(range(self.exchange.gradients.left)):
-                self._start_reduction(layer)
+        # The passes of the stage have ended: start the layers whose hook has not run, as with packs without images.
+        self._start_reductions(len(self.module.encoder))
         super()._exec_reduce_tied_grads()
+        if self.module.ranks.size > 1:
+            partial_sums = {each: self.sums.take(each) for each in partial_parameters(self.module)}
+            add_up(partial_sums, self.module.ranks)
+        if self.spread is not None:
+            self.spread.backward()
+            self._start_reductions(0)
+
+    def _start_reductions(self, first: int) -> None:
+        """Start the layers from ``first`` on that have not been started."""
+        if self.exchange is not None:
+            for layer in reversed(range(first, self.exchange.gradients.left)):
+                self._start_reduction(layer)
 
     def _exec_reduce_grads(self) -> None:
         if self.exchange is None:
@@ -194,19 +209,20 @@ class TableEngine(PipelineEngine):
     def _exec_backward_pass(self, buffer_id: int) -> None:
         super()._exec_backward_pass(buffer_id)
         self._backwards_left -= 1
-        if self._backwards_left == 0 and self.exchange is not None:
+        if self._backwards_left == 0:
             self.sums.end_passes()
 
     def _before_layer(self, layer: int, hidden: Tensor) -> None:
-        """Wait for a layer's weights; under the last micro-batch, let the layer's gradients leave when it is done."""
+        """Wait for a layer's weights; in a step's last pass through it, let its gradients leave when it is done."""
         assert self.exchange is not None
         self.exchange.weights.settle(layer)
-        if self._forwards_left == 0 and hidden.requires_grad:
+        is_spread, start = layer < len(self.module.encoder), partial(self._start_reduction, layer)
+        if (is_spread or self._forwards_left == 0) and hidden.requires_grad:
             # The hook runs when the gradient of the layer's input is known. Autograd runs later operations first, so
             # nothing of this layer or a later one is left then, but for weight gradients that wait: the start of the
-            # reduction queues behind those.
-            start = partial(self.weight_gradients.defer, partial(self._start_reduction, layer))
-            hidden.register_hook(lambda gradient: start())  # type: ignore[no-untyped-call]
+            # reduction queues behind those. A spread encoder runs backward once, and none of its gradients wait.
+            then = start if is_spread else partial(self.weight_gradients.defer, start)
+            hidden.register_hook(lambda gradient: then())  # type: ignore[no-untyped-call]
 
     def _start_reduction(self, layer: int) -> None:
         assert self.exchange is not None

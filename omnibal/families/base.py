@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar
 
 from omnibal.errors import ConfigError
+from omnibal.families.cuts import Cut
 
 Config = Mapping[str, Any]
 """A configuration as a dict: ``config.to_dict()`` of a model, ``processor.to_dict()`` of an image processor."""
@@ -45,6 +46,14 @@ def common_name(layer: Layer) -> str:
 def is_named(layer: Layer, words: Collection[str]) -> bool:
     """Whether one of a user's words stands for a layer as a whole: its module, common name or kind."""
     return any(word in words for word in (layer.module, common_name(layer), layer.kind, ONLY + layer.kind))
+
+
+def encoder_layers(layers: Iterable[Layer]) -> int:
+    """How many of the first layers are the encoder's: all before the first one of the language model."""
+    found = next((index for index, layer in enumerate(layers) if layer.module == "language"), 0)
+    if found == 0:
+        raise ConfigError("a model must begin with an encoder to place it, got one that begins with language layers")
+    return found
 
 
 class TrainedCount(NamedTuple):
@@ -134,6 +143,8 @@ class Family:
         tile_limits: Where an image may be cut into more or fewer tiles: from the image processor's configuration,
             ``max_tiles`` and ``min_tiles`` (None for what the processor says), what the processor is told with images.
         disk_prefixes: From prefixes of parameter names in memory to those in a folder of weights.
+        cuts: How tensor ranks share modules, by shell patterns of how their paths in the Hugging Face model end; what
+            none matches is whole on every rank. Empty where tensor ranks cannot share the family's layers.
         image_tokens: Where conversations are ChatML: attributes of the tokenizer that name the token before an image,
             the one for a piece of it and the one after it, with the usual names. Empty where the chat template of the
             folder writes conversations.
@@ -145,6 +156,7 @@ class Family:
     layers: str | None = None
     tile_limits: Callable[[Config, int | None, int | None], dict[str, Any]] | None = None
     disk_prefixes: Mapping[str, str] = field(default_factory=dict)
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
     image_tokens: Mapping[str, str] = field(default_factory=dict)
 
     def images(

@@ -22,7 +22,8 @@ from omnibal.families.base import (
     size_pair,
     square,
 )
-from omnibal.families.parts import text_records
+from omnibal.families.cuts import Cut
+from omnibal.families.parts import TEXT_CUTS, attention_and_mlp, text_records
 
 # Of an image: every grid of as many tiles is weighed against its shape, and trained models have 6 to 40.
 MOST_TILES = 1024
@@ -197,6 +198,14 @@ def _image_load(limits: Mapping[str, int], tokens: int, width: int, height: int)
     return ImageLoad(tiles, tiles * tokens)
 
 
+BLOCK = "vision_tower.encoder.layer.*"
+CUTS = {
+    **attention_and_mlp(BLOCK, "attention.[qkv]_proj", "attention.projection_layer", ("mlp.fc1",), "mlp.fc2"),
+    f"{BLOCK}.attention.[qk]_norm": Cut("heads"),
+    "multi_modal_projector.linear_1": Cut("hidden"),
+    "multi_modal_projector.linear_2": Cut("hidden", 1),
+    **TEXT_CUTS,
+}
 FAMILY = Family(
     model_types=("internvl",),
     image_rule=image_rule,
@@ -209,5 +218,6 @@ FAMILY = Family(
         "model.language_model.": "language_model.model.",
         "lm_head.": "language_model.lm_head.",
     },
+    cuts=CUTS,
     image_tokens={"start_image_token": "<img>", "context_image_token": "<IMG_CONTEXT>", "end_image_token": "</img>"},
 )

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from omnibal.errors import ConfigError
 from omnibal.families.base import Config, Family, ImageLoad, ImageRule, LayerRecord, Size, each, section, size
+from omnibal.families.parts import TEXT_CUTS, TOWER_CUTS, text_records, tile_size, tower_records
 from omnibal.families.parts import image_tokens as tokens_of_tile
-from omnibal.families.parts import text_records, tile_size, tower_records
 
 # Names of LLaVA's kin in the folders that are published; the first prefix that fits a name counts.
 TOWER_ON_DISK = {
@@ -53,12 +53,14 @@ def _fixed(load: ImageLoad, _width: int, _height: int) -> ImageLoad:
     return load
 
 
+CUTS = TOWER_CUTS | TEXT_CUTS
 FAMILY = Family(
     model_types=("llava",),
     image_rule=image_rule,
     layer_records=layer_records,
     layers="omnibal.vlm.tiled:llava",
     disk_prefixes=TOWER_ON_DISK | LANGUAGE_ON_DISK,
+    cuts=CUTS,
 )
 
 
@@ -205,6 +207,7 @@ NEXT = Family(
     layer_records=next_records,
     layers="omnibal.vlm.tiled:llava_next",
     disk_prefixes=_DISK_PREFIXES,
+    cuts=CUTS,
 )
 ONEVISION = Family(
     model_types=("llava_onevision",),
@@ -212,4 +215,5 @@ ONEVISION = Family(
     layer_records=onevision_records,
     layers="omnibal.vlm.tiled:llava_onevision",
     disk_prefixes=_DISK_PREFIXES,
+    cuts=CUTS,
 )

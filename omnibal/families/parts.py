@@ -1,10 +1,11 @@
 """Layers that families share: language models, CLIP and SigLIP over fixed tiles, and the projector behind them."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from omnibal.errors import ConfigError
 from omnibal.families.base import Config, LayerRecord, section, size, square
+from omnibal.families.cuts import Cut
 
 # From values of ``text_config.model_type`` with plain decoder layers to whose layers they have.
 TEXT_MODELS = {
@@ -16,6 +17,34 @@ TEXT_MODELS = {
 WITH_EXPERTS = ("qwen3_moe", "qwen3_vl_moe_text")
 
 TIED_KEY = "embedding"
+
+
+def attention_and_mlp(
+    block: str, queries: str, output: str, inner: Sequence[str], outer: str, *, keys: Sequence[str] = ()
+) -> dict[str, Cut]:
+    """Cuts of a transformer block at a path: its projections in and out of heads, and its MLP's two sides."""
+    return {
+        f"{block}.{queries}": Cut("heads"),
+        **{f"{block}.{name}": Cut("kv_heads") for name in keys},
+        f"{block}.{output}": Cut("heads", 1),
+        **{f"{block}.{name}": Cut("intermediate") for name in inner},
+        f"{block}.{outer}": Cut("intermediate", 1),
+    }
+
+
+# As transformers' base_model_tp_plan of these models has it.
+TEXT_CUTS = attention_and_mlp(
+    "language_model.layers.*", "self_attn.q_proj", "self_attn.o_proj", ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down_proj", keys=("self_attn.k_proj", "self_attn.v_proj"),
+)  # fmt: skip
+# Of CLIP's and SigLIP's blocks, and of a projector of two matrices.
+TOWER_CUTS = {
+    **attention_and_mlp(
+        "vision_tower.encoder.layers.*", "self_attn.[qkv]_proj", "self_attn.out_proj", ("mlp.fc1",), "mlp.fc2"
+    ),
+    "multi_modal_projector.linear_1": Cut("hidden"),
+    "multi_modal_projector.linear_2": Cut("hidden", 1),
+}
 
 
 def text_records(config: Mapping[str, Any], *, tied: bool) -> tuple[LayerRecord, ...]:

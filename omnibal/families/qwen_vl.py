@@ -10,8 +10,9 @@ from math import ceil, floor, sqrt
 
 from omnibal.errors import ConfigError
 from omnibal.families.base import Config, Family, ImageLoad, ImageRule, LayerRecord, each, section, size
+from omnibal.families.cuts import Cut
 from omnibal.families.llava import either_ties
-from omnibal.families.parts import block_sizes, text_records
+from omnibal.families.parts import TEXT_CUTS, attention_and_mlp, block_sizes, text_records
 
 THIRD_TYPES = ("qwen3_vl", "qwen3_vl_moe")
 PATCH = {"patches_per_tile": 1, "tokens_per_tile": 1}
@@ -167,14 +168,34 @@ def _carrying(records: Sequence[LayerRecord], deepstack: Sequence[int]) -> tuple
     return tuple(found)
 
 
+CUTS = {
+    **attention_and_mlp(
+        "visual.blocks.*", "attn.qkv", "attn.proj", ("mlp.fc1", "mlp.linear_fc1", "mlp.gate_proj", "mlp.up_proj"),
+        "mlp.*fc2",
+    ),
+    "visual.blocks.*.attn.qkv": Cut("heads", parts=3),
+    "visual.blocks.*.mlp.down_proj": Cut("intermediate", 1),
+    "visual.merger.mlp.0": Cut("inner"),
+    "visual.merger.mlp.2": Cut("inner", 1),
+    "visual.merger.linear_fc1": Cut("inner"),
+    "visual.merger.linear_fc2": Cut("inner", 1),
+    "visual.deepstack_merger_list.*.linear_fc1": Cut("shuffled"),
+    "visual.deepstack_merger_list.*.linear_fc2": Cut("shuffled", 1),
+    **TEXT_CUTS,
+}  # fmt: skip
 SECOND = Family(
     model_types=("qwen2_vl", "qwen2_5_vl"),
     image_rule=image_rule,
     layer_records=layer_records,
     layers="omnibal.vlm.qwen_vl:qwen_vl",
     disk_prefixes={"model.visual.": "visual.", "model.language_model.": "model."},
+    cuts=CUTS,
 )
 THIRD = Family(
-    model_types=("qwen3_vl",), image_rule=image_rule, layer_records=layer_records, layers="omnibal.vlm.qwen_vl:qwen_vl"
+    model_types=("qwen3_vl",),
+    image_rule=image_rule,
+    layer_records=layer_records,
+    layers="omnibal.vlm.qwen_vl:qwen_vl",
+    cuts=CUTS,
 )
 THIRD_WITH_EXPERTS = Family(model_types=("qwen3_vl_moe",), image_rule=image_rule, layer_records=layer_records)

@@ -170,12 +170,19 @@ class Footprint:
     schedule: Schedule
     layout: Layout
     overhead_bytes: int = OVERHEAD_BYTES
-    state: TrainingState = field(init=False)
+    _states: dict[Layout, TrainingState] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.load.shape != ():
             raise ConfigError(f"load must be of a single micro-batch, got shape {self.load.shape}")
-        object.__setattr__(self, "state", TrainingState(self.profile, self.layout))
+        TrainingState(self.profile, self.layout)  # refuses a layout of another precision
+
+    def state(self, stage: int) -> TrainingState:
+        """What every possible stage at this place holds from step to step."""
+        layout = self.layout.of_stage(stage)
+        if layout not in self._states:
+            self._states[layout] = TrainingState(self.profile, layout)
+        return self._states[layout]
 
     @cached_property
     def kept_bytes(self) -> IntArray:
@@ -217,12 +224,12 @@ class Footprint:
 
     def fixed_bytes(self, stage: int) -> IntArray:
         """What every possible stage at this place holds at any levels: all but activations and transient bytes."""
-        return self.state.whole + self._waiting(stage) + self._buffers(stage) + self.overhead_bytes
+        return self.state(stage).whole + self._waiting(stage) + self._buffers(stage) + self.overhead_bytes
 
     def update_bytes(self, stage: int) -> IntArray:
         """Peak of the optimizer's step beyond the fixed bytes, for every possible stage; may be negative."""
         # Activations, waiting inputs and buffers have been freed by then.
-        beyond: IntArray = self.state.update - self._waiting(stage) - self._buffers(stage)
+        beyond: IntArray = self.state(stage).update - self._waiting(stage) - self._buffers(stage)
         return beyond
 
     def stage(self, stage: int, layers: range, levels: Sequence[Level]) -> StageMemory:
@@ -241,10 +248,11 @@ class Footprint:
         activations = self.schedule.in_flight[stage] * int(kept.sum())
         update = int(self.update_bytes(stage)[a, b]) - activations
         needed = max(int((transient - freed).max()), update)
+        state = self.state(stage)
         return StageMemory(
-            parameters=int(self.state.parameters[a, b]),
-            gradients=int(self.state.gradients[a, b]),
-            optimizer=int(self.state.optimizer[a, b]),
+            parameters=int(state.parameters[a, b]),
+            gradients=int(state.gradients[a, b]),
+            optimizer=int(state.optimizer[a, b]),
             activations=activations,
             pending=int(self._waiting(stage)[a, b]),
             buffers=int(self._buffers(stage)[a, b]),
@@ -315,8 +323,13 @@ class Footprint:
         # wait, too: a gradient of an input stays until the stage before has run as many micro-batches as it has in
         # flight, and the next gradient of an output arrives before the last one is used up. Stages of a frozen front
         # send no gradient back; they hold one micro-batch and, under our tables, outputs that nobody has fetched.
-        splits, held = any(self.schedule.pending_weights), self.schedule.in_flight[stage]
-        gradients_back = self.schedule.in_flight[stage - 1] if splits else 1
+        # Where stages have replicas of their own a table runs whatever the schedule, and a sender of gradients keeps
+        # those of its own share of what the stage before has in flight.
+        schedule = self.schedule
+        splits, held = any(schedule.pending_weights) or len(set(schedule.replicas)) > 1, schedule.in_flight[stage]
+        before = max(stage - 1, 0)
+        in_flight = schedule.in_flight[before] * schedule.micro_batches_of(stage)
+        gradients_back = -(-in_flight // schedule.micro_batches_of(before)) if splits else 1
         trained_before = np.arange(len(self._sent)) > self.profile.frozen_front
         inputs = self._sent * (held + (0 if is_first else np.where(trained_before, gradients_back, 1)))
         outputs = self._sent * (0 if is_last else held + (2 if splits else 1))

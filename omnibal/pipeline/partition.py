@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import index
 
 import numpy as np
 
+from omnibal.cluster import Layout
 from omnibal.cost import IntArray
 from omnibal.errors import ConfigError
+from omnibal.families.base import Layer, encoder_layers
 from omnibal.profile.records import ModelProfile
 
 
@@ -87,6 +89,29 @@ def check_num_stages(num_layers: int, num_stages: int) -> None:
 def parameter_cut(profile: ModelProfile, num_stages: int) -> Partition:
     """DeepSpeed's ``partition_method="parameters"``, which counts parameters that are trained."""
     return Partition(balanced_boundaries([layer.gradient_bytes for layer in profile.layers], num_stages))
+
+
+def cut_parts(
+    layers: Sequence[Layer],
+    weights: Sequence[float],
+    layout: Layout,
+    cut: Callable[[Sequence[float], int], Sequence[int]] | None = None,
+) -> Partition:
+    """Boundaries by a weight of each layer; encoder and language model each by itself where both have devices.
+
+    ``cut`` makes boundaries of weights and a number of stages; by default `balanced_boundaries`.
+    """
+    cut = cut or balanced_boundaries
+    if not layout.has_units:
+        return Partition(cut(weights, layout.num_stages))
+    assert layout.encoder is not None, "units have one"
+    border, own = encoder_layers(layers), layout.encoder.num_stages
+    parts = (("encoder", weights[:border], own), ("language model", weights[border:], layout.num_stages - own))
+    for name, part, num_stages in parts:
+        if num_stages > len(part):
+            raise ConfigError(f"stages of the {name} must be at most its {len(part)} layers, got {num_stages}")
+    first, behind = (cut(part, num_stages) for _, part, num_stages in parts)
+    return Partition((*first, *(border + boundary for boundary in behind[1:])))
 
 
 def balanced_boundaries(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:

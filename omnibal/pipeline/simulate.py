@@ -54,6 +54,17 @@ class TableRun:
         return [f"stage {stage}" for stage in range(len(self.ends))]
 
     @property
+    def stage_rows(self) -> list[list[int]]:
+        """The rows of each stage."""
+        return [[row] for row in range(len(self.ends))]
+
+    @property
+    def stage_busy_seconds(self) -> FloatArray:
+        """How long a row of each stage computes on average; shape (stages,)."""
+        busy = self.busy_seconds
+        return np.array([busy[rows].mean() for rows in self.stage_rows])
+
+    @property
     def finish_seconds(self) -> FloatArray:
         """When each row has done its last instruction; shape (rows,)."""
         finish: FloatArray = self.ends[np.arange(len(self.ends)), self.table.lengths - 1]

@@ -43,8 +43,47 @@ class UnitSimulation(TableRun):
     """One optimizer step of all units; the rows are the stages of all replicas, those of the encoder first."""
 
     layout: Layout
-    step_seconds: float
-    """Until all gradients are added up and the optimizers are done."""
+    reduced_seconds: FloatArray
+    """When each stage has added up its gradients over its replicas; shape (stages,)."""
+    optimizer_seconds: FloatArray
+    """Each stage's optimizer step; shape (stages,)."""
+
+    @property
+    def replicas(self) -> tuple[UnitSimulation]:
+        """The runs that do not meet within the step, as `StepSimulation` has one for each replica: here all meet."""
+        return (self,)
+
+    @property
+    def slowest_replica(self) -> int:
+        return 0
+
+    @property
+    def pipeline_seconds(self) -> float:
+        """Until the last row is done."""
+        return self.makespan_seconds
+
+    @property
+    def step_seconds(self) -> float:
+        """Until all gradients are added up and the optimizers are done."""
+        return max(self.pipeline_seconds, float(self.reduced_seconds.max())) + float(self.optimizer_seconds.max())
+
+    @property
+    def reduce_seconds(self) -> FloatArray:
+        """How long each stage still waits for its gradients' sums when all its replicas are done; shape (stages,)."""
+        finish = self.finish_seconds
+        waits: FloatArray = self.reduced_seconds - [finish[rows].max() for rows in self.stage_rows]
+        return waits.clip(min=0)
+
+    @property
+    def stage_rows(self) -> list[list[int]]:
+        layout, encoder = self.layout, self.layout.encoder
+        assert encoder is not None, "units have an encoder of their own"
+        own, behind = encoder.num_stages, layout.num_stages - encoder.num_stages
+        first = own * encoder.num_replicas
+        return [
+            *([replica * own + stage for replica in range(encoder.num_replicas)] for stage in range(own)),
+            *([first + replica * behind + stage for replica in range(layout.num_replicas)] for stage in range(behind)),
+        ]
 
     @property
     def row_names(self) -> list[str]:
@@ -71,6 +110,7 @@ def check_units(layout: Layout) -> None:
     if more % fewer:
         raise ConfigError(
             f"replicas of encoder and LLM must divide each other, got {encoder.num_replicas} and {layout.num_replicas}"
+            "; omnibal.pipeline.encoder says the encoder's"
         )
 
 
@@ -107,7 +147,13 @@ def unit_schedule(layout: Layout, micro_batches: int, schedule: ScheduleName) ->
         F0 F1 F2 BW0 F3 BW1 BW2 BW3
         F0 BW0 F1 BW1
     """
-    encoder = encoder_schedule(layout, micro_batches)
+    encoder, step = encoder_schedule(layout, micro_batches), micro_batches * layout.num_replicas
+    own = layout.shape(0)[0]
+    if step % own:
+        raise ConfigError(
+            f"omnibal.pipeline.encoder.num_replicas must divide the {step} packs of a step (micro-batches "
+            f"{micro_batches}, replicas of the language model {layout.num_replicas}), got {own}"
+        )
     behind = SCHEDULES[schedule](layout.num_stages - encoder.num_stages, micro_batches)
     replicas = tuple(layout.shape(stage)[0] for stage in range(layout.num_stages))
     return Schedule(encoder.stages + behind.stages, micro_batches, replicas)
@@ -192,9 +238,9 @@ def simulate_units(
             own_table = Table(table.operations[rows], table.micro_batches[rows], table.lengths[rows])
             complete_gradients(part.times, 0, part.boundaries, own_table, starts[rows], ready)
             row += part.num_stages
-    reduced = max(float(reduced_at(part.times, part.boundaries, ready).max()) for part in parts)
-    optimizer = max(float(np.diff(part.times.optimizer[part.boundaries]).max()) for part in parts)
-    return UnitSimulation(table, starts, ends, layout, max(float(ends.max()), reduced) + optimizer)
+    reduced = np.concatenate([reduced_at(part.times, part.boundaries, ready) for part in parts])
+    optimizer = np.concatenate([np.diff(part.times.optimizer[part.boundaries]) for part in parts])
+    return UnitSimulation(table, starts, ends, layout, reduced, optimizer)
 
 
 @dataclass(frozen=True, eq=False)

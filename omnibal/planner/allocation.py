@@ -100,6 +100,7 @@ def allocate(
     device_memory_bytes: float,
     backbone: str = "language",
     degrees: Iterable[int] = (1, 2, 4, 8),
+    replicas: Iterable[int] | None = None,
     virtual_stages: int = 1,
     most: int = 10,
 ) -> list[Allocation]:
@@ -126,6 +127,8 @@ def allocate(
         global_batch: Samples of a step.
         device_memory_bytes: What a device may hold of parameters, gradients, optimizer state and activations.
         backbone: Name of the module whose replicas take one sample each in a micro-batch.
+        replicas: Numbers of replicas to try, of which those count that divide the backbone's or are multiples of it; by
+            default all divisors of the global batch. Where d does not divide it, m is rounded up.
         degrees: Tensor degrees to try; at most the devices of a node, where tensor ranks must not cross nodes.
         virtual_stages: Parts of each stage under interleaved 1F1B, whose activations are counted as those of 1F1B.
         most: The most allocations to return.
@@ -164,6 +167,7 @@ def allocate(
         integer("num_devices", num_devices, 1),
         integer("global_batch", global_batch, 1),
         tuple(tried),
+        None if replicas is None else tuple(replicas),
         integer("virtual_stages", virtual_stages, 1),
     )
     return problem.best(device_memory_bytes, integer("most", most, 1)) or problem.refuse(device_memory_bytes)
@@ -190,6 +194,7 @@ class _AllocationProblem:
     num_devices: int
     global_batch: int
     degrees: tuple[int, ...]
+    replicas: tuple[int, ...] | None
     virtual_stages: int
 
     def best(self, memory: float, most: int) -> list[Allocation]:
@@ -234,12 +239,15 @@ class _AllocationProblem:
 
     def _grids(self) -> Iterator[tuple[int, list[_Choices]]]:
         """For all replicas d of the backbone: micro-batches, and every module's choices along an axis of their own."""
-        divisors = [r for r in range(1, self.num_devices + 1) if self.global_batch % r == 0]
-        for d in divisors:
-            grid = []
+        tried = self.replicas
+        if tried is None:
+            tried = tuple(r for r in range(1, self.num_devices + 1) if self.global_batch % r == 0)
+        for d in tried:
+            micro_batches, grid = -(-self.global_batch // d), []
+            others = tried if self.replicas is None else [r for r in tried if max(r, d) % min(r, d) == 0]
             for axis, module in enumerate(self.modules):
                 degrees = [degree for degree in self.degrees if degree in module.forward_seconds]
-                t, r = (part.ravel() for part in np.meshgrid(degrees, [d] if axis == self.backbone else divisors))
+                t, r = (part.ravel() for part in np.meshgrid(degrees, [d] if axis == self.backbone else others))
                 seconds = (1 + module.backward_ratio) * np.array([module.forward_seconds[degree] for degree in t])
                 most_stages = module.num_layers // self.virtual_stages if module.num_layers else self.num_devices
                 kept = float(d * module.activation_bytes * (module.backward_ratio > 0))
@@ -251,12 +259,12 @@ class _AllocationProblem:
                     state=r * (module.parameter_bytes + module.gradient_bytes) + module.optimizer_bytes,
                     sample=r * module.activation_bytes,
                     flight=np.full(len(t), kept),
-                    all_kept=np.full(len(t), kept * (self.global_batch // d)),
+                    all_kept=np.full(len(t), kept * micro_batches),
                     most_stages=np.full(len(t), most_stages),
                 )
                 shape = [-1 if other == axis else 1 for other in range(len(self.modules))]
                 grid.append(_Choices._make(part.reshape(shape) for part in choices))
-            yield self.global_batch // d, grid
+            yield micro_batches, grid
 
     def _bounds(self, grid: Sequence[_Choices], micro_batches: int, memory: float) -> FloatArray:
         """Seconds of a step that no whole number of stages undercuts; infinite where the modules do not fit."""

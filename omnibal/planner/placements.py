@@ -14,7 +14,8 @@ import numpy as np
 
 from omnibal.cluster import Layout
 from omnibal.cost import CostModel, FloatArray, Load
-from omnibal.errors import ConfigError, InfeasibleError
+from omnibal.errors import InfeasibleError
+from omnibal.families.base import encoder_layers
 from omnibal.memory.footprint import Footprint
 from omnibal.memory.recompute import StageTable, choose_levels, recompute_seconds
 from omnibal.pipeline.optimize import Boundaries, least_maximum
@@ -47,17 +48,9 @@ class PlacedStep:
     """What the fullest device holds."""
 
 
-def encoder_layers(profile: ModelProfile) -> int:
-    """How many of the first layers are the encoder's: all before the first one of the language model."""
-    found = next((index for index, layer in enumerate(profile.layers) if layer.module == "language"), 0)
-    if found == 0:
-        raise ConfigError("a model must begin with an encoder to place it, got one that begins with language layers")
-    return found
-
-
 def split_profile(profile: ModelProfile) -> tuple[ModelProfile, ModelProfile]:
     """Encoder and LLM as profiles of their own."""
-    count = encoder_layers(profile)
+    count = encoder_layers(profile.layers)
     encoder, language = profile.layers[:count], profile.layers[count:]
     if any(layer.trainable for layer in encoder):
         # Gradients for the encoder pass through every layer of the LLM, also where these are frozen: a first layer
@@ -104,51 +97,53 @@ def place_spread(
     Raises:
         InfeasibleError: A device does not fit what it must hold; ``missing_bytes`` says by how much.
     """
-    spread = layout.encoder
-    assert spread is not None and spread.placement == "spread", "the caller spreads the encoder"
+    assert layout.encoder is not None and layout.encoder.placement == "spread", "the caller spreads the encoder"
     encoder, language = split_profile(profile)
-    alone = replace(layout, num_stages=1, num_replicas=spread.num_replicas, num_tensor=spread.num_tensor, encoder=None)
-    # Images are dealt to the devices one by one, so all get about the same share of a step.
-    step = packing.all_loads
-    share = _scaled(step, step.shape[1] * step.shape[2] / spread.num_replicas)
+    alone, pipeline = layout.parts
+    # Images are dealt to the devices one by one, so all get about the same share of a step. Memory is that of the
+    # largest step.
+    loads = packing.all_loads
+    packs = packing.micro_batches * layout.num_replicas / alone.num_replicas
     levels = encoder.levels_like(every_layer(level, len(encoder.layers)))
-    held = Footprint(encoder, share, one_f_one_b(1, 1), alone, 0).stage(0, range(len(encoder.layers)), levels)
-    # Weights, states and what is kept stay beside the pipeline; what only comes and goes does not.
-    beside = held.total - held.transient - held.logits
-    features = 2 * packing.micro_batches * int(encoder.layers[-1].output_bytes(packing.largest))  # and their gradients
-    pipeline = replace(layout, encoder=None)
-    budgets = request.budgets(pipeline)
-    over = held.total + request.cluster.overhead_bytes - min(budgets)
-    if over > 0:
+    largest = packs * Load.stack(step.mean() for step in loads).max()
+    held = Footprint(encoder, largest, one_f_one_b(1, 1), alone, 0).stage(0, range(len(encoder.layers)), levels)
+    budgets, overhead = request.budgets(pipeline), request.cluster.overhead_bytes
+    if (over := held.total + overhead - min(budgets)) > 0:
         raise InfeasibleError("the spread encoder must fit every device", missing_bytes=over)
-    left = tuple(budget - beside - (features if stage == 0 else 0) for stage, budget in enumerate(budgets))
+    # All that does not come and go stays beside the pipeline; the first stage has its replica's features, too, and
+    # their gradients where the encoder is trained.
+    ways = 2 if any(layer.trainable for layer in encoder.layers) else 1
+    features = ways * packing.micro_batches * int(encoder.layers[-1].output_bytes(packing.largest))
+    passing = held.transient + held.logits
+    beside = [held.total - passing + features * (stage == 0) for stage in range(pipeline.num_stages)]
+    left = tuple(budget - own for budget, own in zip(budgets, beside, strict=True))
     model = StepModel(language, packing, pipeline, request, schedule, left)
     boundaries, own_levels, seconds = _propose(model)
-    links = request.cluster.links_of(pipeline)
+    # The encoder's backward pass comes when the LLM's activations are gone, but not its state.
+    peaks = [
+        own + max(stage.total, stage.parameters + stage.gradients + stage.optimizer + overhead + passing)
+        for own, stage in zip(beside, model.footprint.stages(Partition(boundaries), own_levels), strict=True)
+    ]
+    if (over := max(peak - budget for peak, budget in zip(peaks, budgets, strict=True))) > 0:
+        raise InfeasibleError("the spread encoder must fit beside the LLM's state", missing_bytes=over)
     encoding = simulate_step(
-        encoder, Partition((0, len(encoder.layers))), [share.reshape((1,))], request.cluster.links_of(alone),
-        zero_stage=layout.zero_stage, recompute=levels, num_replicas=spread.num_replicas,
+        encoder, Partition((0, len(encoder.layers))), [(packs * loads.mean()).reshape((1,))],
+        request.cluster.links_of(alone), zero_stage=layout.zero_stage, recompute=levels,
+        num_replicas=alone.num_replicas,
     ).step_seconds  # fmt: skip
     # A device of the first stage encodes a part of what its replica needs: that part stays where it is.
     moved = 1 - 1 / (layout.num_stages * layout.num_tensor)
-    replica = float(encoder.layers[-1].output_bytes(step).sum(axis=2).mean()) * moved
-    ways = 2 if any(layer.trainable for layer in encoder.layers) else 1
-    whole = (*levels, *own_levels)
+    replica = float(encoder.layers[-1].output_bytes(loads).sum(axis=2).mean()) * moved
     recomputed = _recomputed(language, packing, own_levels) * layout.num_tensor
-    recomputed += _recomputed(encoder, packing, levels) * spread.num_tensor
-    stages = model.footprint.stages(Partition(boundaries), own_levels)
     return PlacedStep(
         layout=layout,
         schedule=schedule,
         micro_batches=packing.micro_batches,
         boundaries=boundaries,
-        recompute=whole,
-        step_seconds=seconds + encoding + ways * replica / links.bandwidth_bytes_per_second,
-        recompute_seconds=recomputed,
-        peak_bytes=max(
-            held.total + request.cluster.overhead_bytes,
-            *(stage.total + beside + (features if place == 0 else 0) for place, stage in enumerate(stages)),
-        ),
+        recompute=(*levels, *own_levels),
+        step_seconds=seconds + encoding + ways * replica / model.links.bandwidth_bytes_per_second,
+        recompute_seconds=recomputed + _recomputed(encoder, packing, levels) * alone.num_tensor,
+        peak_bytes=max(peaks),
     )
 
 
@@ -163,8 +158,7 @@ def place_units(
     own = layout.encoder
     assert own is not None, "the caller gives the encoder devices"
     encoder, language = split_profile(profile)
-    behind = replace(layout, num_stages=layout.num_stages - own.num_stages, encoder=None)
-    alone = replace(behind, num_stages=own.num_stages, num_replicas=own.num_replicas, num_tensor=own.num_tensor)
+    alone, behind = layout.parts
     model = StepModel(language, packing, behind, request, schedule)
     boundaries, levels, _ = _propose(model)
     footprint = Footprint(
@@ -227,11 +221,3 @@ def _layer_seconds(profile: ModelProfile, loads: Load) -> FloatArray:
     costs = [layer.forward_seconds + layer.backward_seconds + layer.weight_seconds for layer in profile.layers]
     values: Mapping[CostModel, float] = {cost: float(cost(loads).mean()) for cost in set(costs)}
     return np.array([values[cost] for cost in costs])
-
-
-def _scaled(loads: Load, factor: float) -> Load:
-    """The mean micro-batch times a factor."""
-    mean = loads.mean()
-    return Load(*(factor * getattr(mean, name) for name in (
-        "vision_units", "llm_tokens", "llm_tokens_squared", "vision_squared", "target_tokens"
-    )))  # fmt: skip

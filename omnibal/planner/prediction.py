@@ -13,9 +13,10 @@ from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.packs import random_padded_steps
 from omnibal.memory.recompute import recompute_seconds
-from omnibal.pipeline.partition import parameter_cut
+from omnibal.pipeline.partition import cut_parts
 from omnibal.pipeline.simulate import StepSimulation
 from omnibal.pipeline.times import step_times
+from omnibal.pipeline.units import UnitSimulation
 from omnibal.plan import Plan, Prediction, StagePrediction
 from omnibal.planner.packings import Packing, StepLoads, spread_steps
 from omnibal.profile.records import LEVELS, ModelProfile, every_layer
@@ -26,7 +27,7 @@ def predict(profile: ModelProfile, plan: Plan, packing: Packing) -> Prediction:
     steps = [plan.simulate(profile, loads) for loads in packing.steps]
     # Waiting for the slowest replica is idle time of the others, so all share its makespan.
     busy = np.mean(
-        [replica.busy_seconds / step.pipeline_seconds for step in steps for replica in step.replicas], axis=0
+        [replica.stage_busy_seconds / step.pipeline_seconds for step in steps for replica in step.replicas], axis=0
     )
     loads = [load for step in packing.steps for load in step]
     times = step_times(profile, loads, plan.links)
@@ -75,7 +76,7 @@ class Variant:
     samples_per_step: float
 
     @cached_property
-    def simulated(self) -> tuple[StepSimulation, ...]:
+    def simulated(self) -> tuple[StepSimulation | UnitSimulation, ...]:
         return tuple(self.plan.simulate(self.profile, loads) for loads in self.steps)
 
     @property
@@ -112,9 +113,9 @@ def variants_up_to(
     padded = random_padded_steps(
         lengths, batch_size=batch_size, num_replicas=num_replicas, micro_batches=micro_batches, steps=steps, seed=seed
     )
-    full = every_layer("full", len(profile.layers))
+    full, trained = every_layer("full", len(profile.layers)), [layer.gradient_bytes for layer in profile.layers]
     unsplit = replace(plan, schedule="1f1b", predicted=None)
-    cut = replace(unsplit, partition=parameter_cut(profile, plan.num_stages), recompute=full)
+    cut = replace(unsplit, partition=cut_parts(profile.layers, trained, plan.layout), recompute=full)
     before: StepLoads = tuple(tuple(step) for step in padded)
     today = Variant(
         "as today", profile, replace(cut, micro_batches=micro_batches), before,

@@ -308,11 +308,14 @@ def write_advice_page(report: Report, path: Path, layouts: LayoutReport | None =
 
 def _weighed(layouts: LayoutReport, drawn: Path) -> str:
     """The section of the page on layouts; its picture is drawn into a file."""
+    title, lines = "Which layout wins", [paragraph(line) for line in layouts.lines()]
+    if layouts.answer.winner is None:
+        return section(title, *lines)
     layouts.draw(drawn)
     (heads, rows), winner = layouts.rows(), layouts.answer.candidates.index(layouts.answer.winner)
     return section(
-        "Which layout wins",
+        title,
         html_table([head.replace("-\n", "").replace("\n", " ") for head in heads], rows, marked=winner),
-        *(paragraph(line) for line in layouts.lines()),
+        *lines,
         picture(drawn, "The devices' time for a sample by cause; what does not run today is marked by a star."),
     )

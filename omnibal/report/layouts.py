@@ -43,6 +43,7 @@ COLOURS: Final = (GREEN, VERMILION, PINK, BLUE)
 LEAST_CAUSE: Final = 0.005
 """Share of a sample's time by which a cause must differ to be named."""
 MOST_CAUSES: Final = 3
+NONE_FITS: Final = "winner: none, no layout fits these devices"
 
 
 @dataclass(frozen=True)
@@ -75,18 +76,29 @@ class LayoutReport:
 
     def parts(self) -> list[str | Table]:
         """The table, and lines below it."""
-        return [make_table(*self.rows()), *self.lines()]
+        table = [make_table(*self.rows())] if self.answer.candidates else []
+        return [*table, *self.lines()]
 
     def lines(self) -> list[str]:
         """What the figures say."""
-        answer, winner = self.answer, self.answer.winner
+        answer = self.answer
         found = [
             f"{NAMES[each.kind]}: {KINDS[each.kind]}: {each.layout}, {_batches(each)} of a replica"
             for each in answer.candidates
         ]
-        found.append(f"winner: {KINDS[winner.kind]}, {_rate(winner.samples_per_second)} samples/s; {_runs(winner)}")
+        found += [NONE_FITS] if answer.winner is None else self._winner_lines(answer.winner)
+        found += [f"cannot be: {KINDS[kind]}: {_lacking(missing)}" for kind, missing in answer.missing_bytes.items()]
+        found += [f"not weighed: {line}" for line in self.not_weighed]
+        if self.would_fit:
+            ways = ", or ".join(self.would_fit)
+            found.append(f"today's fullest micro-batch would fit with {ways}, which omnibal does not run yet")
+        return found
+
+    def _winner_lines(self, winner: WeighedLayout) -> list[str]:
+        answer = self.answer
+        found = [f"winner: {KINDS[winner.kind]}, {_rate(winner.samples_per_second)} samples/s; {_runs(winner)}"]
         fastest = answer.candidates[0]
-        if (other := self._openly()) is not winner:
+        if (other := self._openly(winner)) is not winner:
             own = _rate(_unhidden(winner))
             found.append(
                 f"with no communication hidden: {NAMES[other.kind]} {_rate(_unhidden(other))}, the winner {own}"
@@ -96,22 +108,18 @@ class LayoutReport:
             names = ", ".join(f"{NAMES[each.kind]} {_rate(each.samples_per_second)}" for each in equals)
             found.append(f"equal within {EQUAL:.0%}: take the simplest, which is the winner; {names}")
         if self.runner_up is not None:
-            found.append(f"runner-up: {self._compared(self.runner_up)}")
+            found.append(f"runner-up: {_compared(winner, self.runner_up)}")
         today = answer.winner_today
         if today is None:
             found.append("runs today: none of these")
         elif today is not winner:
-            found.append(f"best of those that run today: {self._compared(today)}")
-        found += [f"cannot be: {KINDS[kind]}: {_lacking(missing)}" for kind, missing in answer.missing_bytes.items()]
-        found += [f"not weighed: {line}" for line in self.not_weighed]
-        if self.would_fit:
-            ways = ", or ".join(self.would_fit)
-            found.append(f"today's fullest micro-batch would fit with {ways}, which omnibal does not run yet")
+            found.append(f"best of those that run today: {_compared(winner, today)}")
         return found
 
     def to_record(self) -> dict[str, Any]:
         """All of it as JSON values."""
-        answer, runs = self.answer, self.answer.winner_today
+        answer, winner = self.answer, self.answer.winner
+        openly = None if winner is None else self._openly(winner)
         return {
             "candidates": [
                 {
@@ -122,10 +130,10 @@ class LayoutReport:
                 }
                 for each in answer.candidates
             ],
-            "winner": answer.winner.kind,
-            "winner_unhidden": self._openly().kind,
-            "runner_up": None if self.runner_up is None else self.runner_up.kind,
-            "winner_today": None if runs is None else runs.kind,
+            "winner": _kind(winner),
+            "winner_unhidden": _kind(openly),
+            "runner_up": _kind(self.runner_up),
+            "winner_today": _kind(answer.winner_today),
             "missing_bytes": dict(answer.missing_bytes),
             "not_weighed": list(self.not_weighed),
             "would_fit": list(self.would_fit),
@@ -172,34 +180,34 @@ class LayoutReport:
             axes.set_title("Where the time goes, and samples a second", loc="left")
             legend_below(figure, axes)
 
-    def _openly(self) -> WeighedLayout:
+    def _openly(self, winner: WeighedLayout) -> WeighedLayout:
         """What would win if nothing of ZeRO's communication hid behind computation."""
         best = max(self.answer.candidates, key=_unhidden)
-        return best if _unhidden(best) > _unhidden(self.answer.winner) * (1 + EQUAL) else self.answer.winner
+        return best if _unhidden(best) > _unhidden(winner) * (1 + EQUAL) else winner
 
     def _times_today(self, each: WeighedLayout) -> float | None:
         return None if self.today is None else each.samples_per_second / self.today
-
-    def _compared(self, other: WeighedLayout) -> str:
-        """How another layout compares with the winner, and which causes make most of the difference."""
-        winner = self.answer.winner
-        ratio = other.samples_per_second / winner.samples_per_second
-        # Parts of the time that the winner takes for a sample: so differences of causes add up to that of the whole.
-        own, its = causes_of(winner), causes_of(other)
-        differences = {cause: its[cause] / ratio - own[cause] for cause in CAUSES}
-        largest = sorted(differences, key=lambda cause: -abs(differences[cause]))[:MOST_CAUSES]
-        why = ", ".join(
-            f"{cause} {differences[cause]:+.1%}" for cause in largest if abs(differences[cause]) >= LEAST_CAUSE
-        )
-        because = f"; of the winner's time for a sample: {why}" if why else ""
-        return (
-            f"{KINDS[other.kind]}, {_rate(other.samples_per_second)} samples/s ({ratio:.2f} ×); {_runs(other)}{because}"
-        )
 
 
 def causes_of(found: WeighedLayout) -> dict[str, float]:
     """Shares of the devices' time by the causes that all kinds have."""
     return {cause: sum(found.shares.get(name, 0.0) for name in names) for cause, names in CAUSES.items()}
+
+
+def _compared(winner: WeighedLayout, other: WeighedLayout) -> str:
+    """How another layout compares with the winner, and which causes make most of the difference."""
+    ratio = other.samples_per_second / winner.samples_per_second
+    # Parts of the time that the winner takes for a sample: so differences of causes add up to that of the whole.
+    own, its = causes_of(winner), causes_of(other)
+    differences = {cause: its[cause] / ratio - own[cause] for cause in CAUSES}
+    largest = sorted(differences, key=lambda cause: -abs(differences[cause]))[:MOST_CAUSES]
+    why = ", ".join(f"{cause} {differences[cause]:+.1%}" for cause in largest if abs(differences[cause]) >= LEAST_CAUSE)
+    because = f"; of the winner's time for a sample: {why}" if why else ""
+    return f"{KINDS[other.kind]}, {_rate(other.samples_per_second)} samples/s ({ratio:.2f} ×); {_runs(other)}{because}"
+
+
+def _kind(found: WeighedLayout | None) -> Kind | None:
+    return None if found is None else found.kind
 
 
 def _unhidden(found: WeighedLayout) -> float:

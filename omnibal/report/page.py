@@ -228,7 +228,7 @@ def _stage_row(part: PlanPart, stage: int) -> tuple[str, ...]:
     variant = part.variants[-1]
     layers = stage_layers(part.plan, variant.profile.layers, stage)
     busy = np.mean([
-        replica.busy_seconds[stage] / step.pipeline_seconds for step in variant.simulated for replica in step.replicas
+        run.stage_busy_seconds[stage] / step.pipeline_seconds for step in variant.simulated for run in step.replicas
     ])  # fmt: skip
     memory, budget = part.memory[stage].total, part.budget_bytes[stage]
     return (

@@ -13,8 +13,10 @@ from rich.table import Table
 
 from omnibal.cost import Load
 from omnibal.memory.footprint import StageMemory
-from omnibal.pipeline.schedule import Operation
-from omnibal.pipeline.simulate import Event, Simulation, StepSimulation, TableRun
+from omnibal.pipeline.partition import frozen_stages
+from omnibal.pipeline.schedule import Operation, Schedule
+from omnibal.pipeline.simulate import Event, StepSimulation, TableRun
+from omnibal.pipeline.units import UnitSimulation
 from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
 from omnibal.report.style import (
@@ -68,16 +70,19 @@ VISIBLE_WIDTH: Final = 0.001  # a bar of a smaller share of the picture is not a
 DIGIT_WIDTH: Final = 0.008  # micro-batches are numbered where a bar takes at least this share of the picture per digit
 
 
-def step_figures(profile: ModelProfile, plan: Plan, step: StepSimulation, load: Load) -> Row:
+def step_figures(profile: ModelProfile, plan: Plan, step: StepSimulation | UnitSimulation, load: Load) -> Row:
     """A step that was simulated under a plan, as JSON values; memory is that of micro-batches like ``load``."""
     memory = enumerate(plan.memory(profile, load))
+    schedule = plan.make_schedule().with_frozen_front(int(frozen_stages(profile, np.array(plan.partition.boundaries))))
     return {
         "boundaries": plan.partition.boundaries,
-        "micro_batches": step.replicas[0].schedule.micro_batches,
+        "micro_batches": plan.micro_batches,
         "step_seconds": step.step_seconds,
         "pipeline_seconds": step.pipeline_seconds,
         "bubble_ratio": step.bubble_ratio,
-        "stages": [_stage(profile, plan, step, stage) | {"memory_bytes": held.total} for stage, held in memory],
+        "stages": [
+            _stage(profile, plan, step, schedule, stage) | {"memory_bytes": held.total} for stage, held in memory
+        ],
     }
 
 
@@ -94,10 +99,13 @@ def stage_layers(plan: Plan, layers: Sequence[Any], stage: int) -> dict[str, Any
     }
 
 
-def _stage(profile: ModelProfile, plan: Plan, step: StepSimulation, stage: int) -> dict[str, Any]:
+def _stage(
+    profile: ModelProfile, plan: Plan, step: StepSimulation | UnitSimulation, schedule: Schedule, stage: int
+) -> dict[str, Any]:
     simulation = step.replicas[step.slowest_replica]
-    micro_batches, makespan = simulation.schedule.micro_batches, simulation.makespan_seconds
-    idle = float(simulation.idle_seconds[stage])  # does not compute until the last stage is done; transfers among it
+    micro_batches, makespan = schedule.micro_batches_of(stage), simulation.makespan_seconds
+    busy = float(simulation.stage_busy_seconds[stage])
+    idle = makespan - busy  # does not compute until the last stage is done; transfers among it
     transfers = [operation for operation in Operation if operation.is_transfer]
     return {
         "stage": stage,
@@ -105,20 +113,22 @@ def _stage(profile: ModelProfile, plan: Plan, step: StepSimulation, stage: int) 
         # of a mean micro-batch
         "forward_seconds": _seconds(simulation, stage, Operation.F) / micro_batches,
         "backward_seconds": _seconds(simulation, stage, Operation.BW, Operation.B, Operation.W) / micro_batches,
-        "busy_seconds": float(simulation.busy_seconds[stage]),
+        "busy_seconds": busy,
         "transfer_seconds": _seconds(simulation, stage, *transfers),
         "idle_seconds": idle,
         "idle_ratio": idle / makespan if makespan else 0.0,
-        "in_flight": simulation.schedule.in_flight[stage],
+        "in_flight": schedule.in_flight[stage],
         "reduce_seconds": float(step.reduce_seconds[stage]),
         "optimizer_seconds": float(step.optimizer_seconds[stage]),
     }
 
 
-def _seconds(simulation: Simulation, stage: int, *operations: Operation) -> float:
-    ran = np.isin(simulation.table.operations[stage], operations)
-    ran &= np.arange(len(ran)) < simulation.table.lengths[stage]  # rows of shorter stages are filled up
-    return float((simulation.ends[stage] - simulation.starts[stage])[ran].sum())
+def _seconds(simulation: TableRun, stage: int, *operations: Operation) -> float:
+    """Seconds of some operations on a replica of a stage, on average."""
+    rows = simulation.stage_rows[stage]
+    ran = np.isin(simulation.table.operations[rows], operations)
+    ran &= np.arange(ran.shape[1]) < simulation.table.lengths[rows, None]  # rows of shorter stages are filled up
+    return float((simulation.ends[rows] - simulation.starts[rows])[ran].sum()) / len(rows)
 
 
 def stage_table(stages: Sequence[Row]) -> Table:

@@ -65,6 +65,7 @@ def _from_config(config: PreTrainedConfig) -> VisionLanguageModel:
         )
     # Families name their function as text, so that their facts load no torch.
     made: VisionLanguageModel = resolve_name(family.layers)(config)
+    made.cut_patterns = family.cuts
     return made
 
 

@@ -26,6 +26,7 @@ from transformers.masking_utils import sdpa_mask
 
 from omnibal.errors import ConfigError, DataError
 from omnibal.vlm.payload import PackCounts, counts_of, note_counts
+from omnibal.vlm.tensor import own_stream
 
 PACKED_ATTENTION = "omnibal_packed"
 
@@ -96,14 +97,18 @@ def packed_attention(
         cu_seq_lens_q = _bounds_from_positions(query, key, attention_mask, kwargs.get("position_ids"))
     elif cu_seq_lens_q is not None and attention_mask is not None:
         raise ConfigError("attention_mask must be None beside cu_seq_lens_q, got a tensor; packs have no padding")
+    # Each tensor rank drops weights of heads that the others do not have.
+    ranks = getattr(module, "tensor_ranks", None) if dropout else None
     if cu_seq_lens_q is None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=causal, **kwargs
-        )
+        with own_stream(ranks):
+            return sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=causal, **kwargs
+            )
     if sliding_window is not None and not causal:
         raise ConfigError(f"sliding_window must be None where attention is not causal, got {sliding_window}")
     terms = _Terms(dropout, scaling, causal, sliding_window)
-    return _attend(query, key, value, cu_seq_lens_q, terms), None
+    with own_stream(ranks):
+        return _attend(query, key, value, cu_seq_lens_q, terms), None
 
 
 def _bounds_from_positions(

@@ -134,26 +134,31 @@ class _Job(NamedTuple):
 class DeferringLinear(nn.Linear):
     """A linear layer whose weight gradient is deferred; outputs and all gradients are the bits of ``nn.Linear``."""
 
-    weight_gradients: WeightGradients
+    weight_gradients: WeightGradients | None = None  # without a queue nothing is deferred
 
     def forward(self, input: Tensor) -> Tensor:
+        return self.product(input, self.bias)
+
+    def product(self, input: Tensor, own_bias: Tensor | None) -> Tensor:
+        """The layer's output with one bias, or without."""
         # Autograd computes the gradients of input and bias in the backward pass. If neither is wanted, the weight's
         # gradient is computed there, too: nothing would be gained by deferring it.
         # Bits equal to nn.Linear's: it flattens its input to rows if the weight requires a gradient, and fuses the bias
         # into the product (addmm) only if flattening needs no copy.
-        bias = self.bias if input.dim() == 2 or input.is_contiguous() else None
+        bias = own_bias if input.dim() == 2 or input.is_contiguous() else None
         others_wanted = input.requires_grad or (bias is not None and bias.requires_grad)
-        if not (torch.is_grad_enabled() and self.weight.requires_grad and others_wanted):
-            return super().forward(input)
+        queue = self.weight_gradients
+        if queue is None or not (torch.is_grad_enabled() and self.weight.requires_grad and others_wanted):
+            return functional.linear(input, self.weight, own_bias)
         rows = input.reshape(-1, self.in_features)
         # A list holds _Keep's empty output, not only its node: before torch 2.13 a node's saved tensors are freed
         # together with its output.
         kept = [_Keep.apply(rows, self.weight)]  # type: ignore[no-untyped-call]
         output = functional.linear(rows, self.weight.detach(), bias)
         # The hook gets the output's gradient, the second factor, as soon as the backward pass has it.
-        output.register_hook(partial(_defer, self, kept))  # type: ignore[no-untyped-call]
+        output.register_hook(partial(_defer, self, queue, kept))  # type: ignore[no-untyped-call]
         output = output.view(*input.shape[:-1], self.out_features)
-        return output if bias is self.bias else output + self.bias
+        return output if bias is own_bias or own_bias is None else output + own_bias
 
 
 class _Keep(torch.autograd.Function):
@@ -167,18 +172,18 @@ class _Keep(torch.autograd.Function):
         return rows.new_empty(0)
 
 
-def _defer(layer: DeferringLinear, kept: list[Tensor], gradient: Tensor) -> None:
+def _defer(layer: DeferringLinear, queue: WeightGradients, kept: list[Tensor], gradient: Tensor) -> None:
     # Pop the last reference: else the rows would live as long as the graph.
     keep = kept.pop()
     (rows,) = cast(Any, keep.grad_fn).saved_tensors
     rows = rows.detach()  # the rows' graph holds the stage's input and its gradient
-    layer.weight_gradients.defer(partial(_run, layer, rows, gradient), keeps=(rows, gradient))
+    queue.defer(partial(_run, layer, queue, rows, gradient), keeps=(rows, gradient))
 
 
-def _run(layer: DeferringLinear, rows: Tensor, gradient: Tensor) -> None:
+def _run(layer: DeferringLinear, queue: WeightGradients, rows: Tensor, gradient: Tensor) -> None:
     # weight gradient = gradientᵀ · rows. No addmm onto the sum: in bfloat16 autograd rounds the product, then adds it.
     # ``layer.weight`` and no saved weight: recomputation returns saved parameters as other tensors.
-    layer.weight_gradients.accumulate(cast(nn.Parameter, layer.weight), gradient.t().mm(rows))
+    queue.accumulate(cast(nn.Parameter, layer.weight), gradient.t().mm(rows))
 
 
 def defer_linears(module: nn.Module, queue: WeightGradients) -> None:
@@ -190,5 +195,5 @@ def defer_linears(module: nn.Module, queue: WeightGradients) -> None:
     for layer in module.modules():
         if type(layer) is nn.Linear and layer not in at_once:
             layer.__class__ = DeferringLinear
-        if isinstance(layer, DeferringLinear):
+        if isinstance(layer, DeferringLinear) and layer not in at_once:
             layer.weight_gradients = queue

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnibal.errors import ConfigError, said
 from omnibal.families.base import LayerRecord
+from omnibal.families.cuts import Cut, Slice
 from omnibal.formats.collate import Positions
 from omnibal.vlm.attention import PACKED_ATTENTION
 from omnibal.vlm.payload import SentTensors
@@ -74,6 +76,7 @@ class VisionLanguageModel:
         self.made_images = made_images
         self.positions = positions
         self.adapters: Any = None  # peft's configuration of the adapters that `omnibal.vlm.lora` has put in
+        self.cut_patterns: Mapping[str, Cut] = {}  # as in the model's `Family`
         self._features = features or [()] * (len(records) + 1)
         assert len(self._features) == len(records) + 1
         self._recipes = recipes
@@ -143,6 +146,33 @@ class VisionLanguageModel:
     def weight_names(self, index: int) -> dict[str, str]:
         """From names in layer ``index``'s ``state_dict()`` to names in a Hugging Face folder, or in peft's file."""
         return {name: self.disk_name(path) for name, path in self.paths(index).items()}
+
+    def cuts(self, index: int) -> dict[str, Cut]:
+        """The modules of layer ``index`` that tensor ranks share, by their names in the layer."""
+        found: dict[str, Cut] = {}
+        for name, path in self._recipes[index].parts.items():
+            part = self._part(path)
+            modules = part.named_modules() if isinstance(part, nn.Module) else ()
+            for inner in [inner for inner, module in modules if any(True for _ in module.parameters())]:
+                end = f".{inner}" if inner else ""
+                patterns = self.cut_patterns.items()
+                cut = next((cut for pattern, cut in patterns if fnmatchcase(path + end, f"*.{pattern}")), None)
+                if cut is not None:
+                    found[name + end] = cut
+        return found
+
+    def slices(self, index: int, num_tensor: int, rank: int) -> dict[str, Slice]:
+        """What a tensor rank holds of each weight of layer ``index``, by its name there; whole ones are left out."""
+        cuts = self.cuts(index) if num_tensor > 1 else {}
+        state, found = self.skeleton.state_dict(), dict[str, Slice]()
+        for name, path in self.paths(index).items():
+            cut = next((cut for module, cut in cuts.items() if name.startswith(f"{module}.")), None)
+            # Of a row layer the bias is whole, and so is B of its adapter; of a column layer's adapter A is.
+            is_whole = ".lora_B." in name or path.endswith("bias") if cut and cut.dim else ".lora_A." in name
+            if cut is not None and not is_whole:
+                width = state[path].shape[cut.dim]
+                found[name] = cut.slice(self.records[index].sizes, width, num_tensor, rank)
+        return found
 
     def parts(self, index: int) -> dict[str, nn.Module]:
         """The modules that layer ``index`` consists of, by their paths in the skeleton."""

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from omnibal.errors import ConfigError, OmnibalError
+from omnibal.families.cuts import Slice
 from omnibal.records import load_json
 from omnibal.vlm.layers import VisionLanguageModel, is_adapter
+from omnibal.vlm.tensor import part_of
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -38,12 +40,12 @@ class Stored(NamedTuple):
     name: str
     held: Tensor | None = None
 
-    def read(self) -> Tensor:
-        """The tensor; one from a file is on the CPU."""
+    def read(self, own: Slice | None = None) -> Tensor:
+        """The tensor, or a tensor rank's slice, without reading the rest; one from a file is on the CPU."""
         if self.held is not None:
-            return self.held
+            return self.held if own is None else part_of(self.held, own)
         with _opened(self.file) as file:
-            tensor: Tensor = file.get_tensor(self.name)
+            tensor: Tensor = file.get_tensor(self.name) if own is None else _read_slice(file.get_slice(self.name), own)
         return tensor
 
     def shape(self) -> tuple[int, ...]:
@@ -59,18 +61,23 @@ def has_weights(folder: str | Path) -> bool:
 
 
 def load_layer(
-    model: VisionLanguageModel, index: int, module: nn.Module, source: str | Path | Mapping[str, Tensor]
+    model: VisionLanguageModel,
+    index: int,
+    module: nn.Module,
+    source: str | Path | Mapping[str, Tensor],
+    slices: Mapping[str, Slice] = MappingProxyType({}),
 ) -> None:
     """Fill one layer with its weights from a Hugging Face folder or a ``state_dict()``, reading no other tensor.
 
-    ``module`` is what ``model.build_layer(index, …)`` gave; its dtype and device stay, and so do adapters.
+    ``module`` is what ``model.build_layer(index, …)`` gave; its dtype and device stay, and so do adapters. ``slices``
+    are those of a tensor rank, whose layer has them only.
     """
     # The names of all tensors are checked against the whole model, so that a wrong folder fails alike on every rank.
     stored, shapes = _stored_weights(model, source), model.shapes()
     targets = module.state_dict()
     for name, disk_name in _own_names(model, index).items():
         with torch.no_grad():  # nothing holds on to what has been read while the next tensor is
-            targets[name].copy_(_checked(disk_name, stored, shapes))
+            targets[name].copy_(_checked(disk_name, stored, shapes, slices.get(name)))
 
 
 def spare_weights(
@@ -221,18 +228,25 @@ def _own_names(model: VisionLanguageModel, index: int) -> dict[str, str]:
     return {name: disk_name for name, disk_name in model.weight_names(index).items() if not is_adapter(disk_name)}
 
 
-def _checked(name: str, stored: Mapping[str, Stored], shapes: Mapping[str, torch.Size]) -> Tensor:
-    """A weight's values; refused with all others of a wrong shape, if its shape is wrong."""
+def _read_slice(file: Any, own: Slice) -> Tensor:
+    before = (slice(None),) * own.dim
+    parts: list[Tensor] = [file[*before, start:stop] for start, stop in own.ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, own.dim)
+
+
+def _checked(
+    name: str, stored: Mapping[str, Stored], shapes: Mapping[str, torch.Size], own: Slice | None = None
+) -> Tensor:
+    """A weight's values, or a slice of them; refused with all others of a wrong shape, if its whole shape is wrong."""
     entry = stored[name]
-    tensor = entry.read()
-    if tensor.shape != shapes[name]:
+    if entry.shape() != tuple(shapes[name]):
         wrong = [other for other in stored if other in shapes and stored[other].shape() != tuple(shapes[other])]
         told = [
             f"{one.name} must have shape {tuple(shapes[other])}, got {one.shape()} in {one.file}"
             for other, one in ((other, stored[other]) for other in wrong)
         ]
         raise ConfigError(_some(told, separator="; "))
-    problem = None
+    tensor, problem = entry.read(own), None
     if tensor.is_meta:
         problem = "have values, got a tensor on the meta device"
     elif tensor.dtype not in FLOATS:

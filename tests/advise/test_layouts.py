@@ -10,7 +10,7 @@ from omnibal.advise.models import Model
 from omnibal.cluster import Cluster
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.synthetic import tiled_lengths
-from omnibal.errors import ConfigError, InfeasibleError
+from omnibal.errors import ConfigError
 from omnibal.profile.counted import analytic_profile
 
 MIX = tiled_lengths(4000, seed=1)
@@ -97,9 +97,17 @@ def test_degrees_that_do_not_divide_a_width_are_named():
 
 def test_what_fits_nowhere_says_what_is_missing():
     asked = scenario("InternVL3-78B", "2xA100-40GB", 16)
-    with pytest.raises(InfeasibleError, match="GiB a device") as refusal:
-        weigh_layouts(asked, refuse, kinds=("zero", "pipeline"))
-    assert refusal.value.missing_bytes > 2**30
+    found = weigh_layouts(asked, refuse, kinds=("zero", "pipeline", "tensor"))
+    assert (found.candidates, found.winner, found.winner_today) == ((), None, None)
+    assert found.missing_bytes["zero"] > 2**30 < found.missing_bytes["pipeline"] and found.missing_bytes["tensor"] == 0
+
+
+def test_pipelines_have_the_stages_that_are_asked_for():
+    asked = scenario("InternVL3-2B", "8xA100-80GB", 64)
+    kinds = ("pipeline", "tensor", "spread", "units")
+    found = weigh_layouts(asked, counted("InternVL3-2B", asked), kinds=kinds, num_stages=4)
+    assert {each.kind: each.step.layout.num_stages for each in found.candidates} == dict.fromkeys(kinds, 4)
+    assert found.refused[-1] == "pipelines of other than the 4 stages that omnibal.pipeline.num_stages says"
 
 
 def test_more_memory_never_makes_a_layout_slower():

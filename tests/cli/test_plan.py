@@ -141,6 +141,7 @@ def test_where_zero_is_asked_for_its_settings_are_the_answer(omnibal, ds_config,
 def test_what_does_not_run_today_is_weighed_and_not_written(omnibal, ds_config, tmp_path):
     lines = omnibal("plan", ds_config(), "--layout", "spread", "--write").stdout.splitlines()
     assert any(line.startswith("winner: the ViT on all devices") and "runs today: no" in line for line in lines)
+    assert "not weighed: pipelines of other than the 2 stages that omnibal.pipeline.num_stages says" in lines
     assert lines[-1].startswith("nothing is written: none of these layouts runs today; `--layout pipeline` plans")
     assert not (tmp_path / "run" / "plan.json").exists()
 
@@ -298,6 +299,11 @@ def test_a_plan_is_entered_and_training_follows_it(omnibal, ds_config, tmp_path)
 def test_what_training_would_refuse_is_not_planned(refusal, ds_config, tmp_path, deepspeed, message):
     assert message in refusal("plan", ds_config(deepspeed=deepspeed))
     assert not (tmp_path / "run" / "plan.json").exists()
+
+
+def test_an_encoder_with_devices_of_its_own_is_not_planned(refusal, ds_config):
+    config = ds_config(pipeline={"encoder": {"num_stages": 1, "num_replicas": 2}})
+    assert "omnibal.pipeline.encoder must be left out to plan" in refusal("plan", config)
 
 
 def test_a_batch_size_follows_on_the_ds_configs_own_cluster(omnibal, ds_config):

@@ -19,6 +19,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.engine import module as module_file
 from omnibal.engine.initialize import build_engine, initialize
+from omnibal.engine.module import ON_ALL_RANKS
 from omnibal.engine.resolve import ResolvedRun, UserOptimizer
 from omnibal.engine.saved_files import MANIFEST, SavedFile, read_manifest, write_manifest
 from omnibal.errors import DataError, OmnibalError
@@ -27,7 +28,6 @@ from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan, Prediction, StagePrediction
 from omnibal.vlm import load_model
-from omnibal.workspace import Workspace
 from tests.engine.deep import DeepModel
 from tests.engine.small import IMAGE_TOKEN, small_samples
 from tests.vlm.families import family_samples, pack_of
@@ -90,7 +90,7 @@ def run_of(case, *, num_replicas):
     } | case.extra
     config, section = read_config(content)
     vlm = DeepModel(case.model) if case.deep else load_model(case.model, section.model.lora, case.frozen)
-    layout = replace(layout_of(config, num_stages, num_replicas), encoder=case.encoder)
+    layout = replace(layout_of(config, num_stages, num_replicas), encoder=case.encoder, num_tensor=case.num_tensor)
     resolved = ResolvedRun(config, section, Path(case.model), vlm, layout)
     recompute = tuple(islice(cycle(case.recompute), len(vlm.records)))
     predicted = None
@@ -98,8 +98,9 @@ def run_of(case, *, num_replicas):
         stage_of_plan = StagePrediction(1.0, 2.0, 0.0, 0.1, case.pending_bytes, StageMemory(*range(9)))
         predicted = Prediction(1.0, 8.0, 0.1, (stage_of_plan,) * num_stages)
     plan = Plan(
-        PackLimits(9, 99), micro_batches, Partition(case.boundaries), recompute, predicted, schedule=case.schedule
-    )
+        PackLimits(9, 99), micro_batches, Partition(case.boundaries), recompute, predicted, schedule=case.schedule,
+        layout=layout,
+    )  # fmt: skip
     return resolved, plan
 
 
@@ -113,8 +114,8 @@ def weights_of(engine):
     """This stage's weights by their names on disk."""
     engine.settle_weights()
     module, found = engine.module, {}
-    for position, layer in enumerate(module.forward_funcs):
-        names = module.vlm.weight_names(module._local_start + position)
+    for index, layer in module.numbered_layers():
+        names = module.vlm.weight_names(index)
         for name, parameter in layer.named_parameters():
             if name in names:
                 found[names[name]] = parameter.detach().clone()
@@ -169,6 +170,30 @@ def steps_with_a_resume(cases, folder):
             norms = [None if norm is None else float(norm) for norm in norms]
             both.append({"losses": losses, "norms": norms, "weights": weights_of(engine)})
         found.append(both)
+    return found
+
+
+def optimizer_shares(cases):
+    """Of each case the parameters that this rank updates of a spread encoder's, and of its stage's."""
+    found = []
+    for case in cases:
+        groups, shares = engine_of(case).basic_optimizer.param_groups, {True: 0, False: 0}
+        for group in groups:
+            shares[group.get(ON_ALL_RANKS, False)] += sum(parameter.numel() for parameter in group["params"])
+        found.append((shares[True], shares[False]))
+    return found
+
+
+def evaluated_and_saved(cases, folder):
+    """What an evaluation of each case's packs says behind its steps, and weights; a checkpoint goes into the folder."""
+    found = []
+    for number, case in enumerate(cases):
+        engine = engine_of(case)
+        for _ in range(case.steps):
+            engine.train_batch()
+        evaluation = engine.evaluate(engine_of(case).loader)
+        engine.save_checkpoint(Path(folder) / str(number), "end")
+        found.append({"evaluation": evaluation, "weights": weights_of(engine)})
     return found
 
 
@@ -280,14 +305,10 @@ def train(config, first_step, last_step, folder, save_at=None):
     }
 
 
-def train_units(config, encoder, num_replicas, steps):
-    """Losses, weights and decoded samples of a run on a dataset; no key of a ds_config asks for units yet."""
-    with pytest.MonkeyPatch.context() as patch:
-        if encoder is not None:
-            layout = replace(layout_of(config, 2, num_replicas), encoder=encoder)
-            patch.setattr(Workspace, "layout_on", lambda *_, **__: layout)
-        dataset = SmallDataset()
-        engine, *_ = initialize(config=config, dataset=dataset)
+def train_units(config, steps):
+    """Losses, weights and decoded samples of a run on a dataset."""
+    dataset = SmallDataset()
+    engine, *_ = initialize(config=config, dataset=dataset)
     losses = [engine.train_batch().item() for _ in range(steps)]
     return {"losses": losses, "weights": weights_of(engine), "decoded": dataset.decoded}
 
@@ -311,6 +332,18 @@ def train_all(configs, *arguments):
 def refusals(configs):
     """What initialize says to each configuration, as this rank hears it; None where it accepts."""
     return [_refusal(lambda config=config: initialize(config=config, dataset=SmallDataset())) for config in configs]
+
+
+class Unmeasured(SmallDataset):
+    """The small samples, whose lengths nobody may ask for yet."""
+
+    def lengths(self):
+        raise RuntimeError("samples are measured")
+
+
+def early_refusals(configs):
+    """As refusals, of what must be refused before samples are measured."""
+    return [_refusal(lambda config=config: initialize(config=config, dataset=Unmeasured())) for config in configs]
 
 
 def flawed_datasets(config, flaws, index):

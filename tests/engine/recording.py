@@ -129,7 +129,7 @@ def _bare(network, plan, layout, frozen_stages):
     def initialize(engine, model):
         nn.Module.__init__(engine)
         module = nn.Module()
-        module.frozen_stages = frozen_stages
+        module.frozen_stages, module.forward_funcs, module.encoder = frozen_stages, [], nn.ModuleList()
         module.layout = layout
         stage = layout.place(network.rank).stage
         replicas, _ = layout.shape(stage)

@@ -35,6 +35,7 @@ class Case:
     grouped: dict = field(default_factory=dict)  # "omnibal.optimizer"
     deep: bool = False  # a feature of the ViT goes to a decoder block
     encoder: Encoder | None = None  # replicas of its own; packs are those of the LLM's replicas
+    num_tensor: int = 1  # ranks that share each layer
     later_packs: list = field(default_factory=list)  # packs of the steps behind the first one; then all come again
 
 

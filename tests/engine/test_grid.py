@@ -115,8 +115,9 @@ def test_deepspeed_has_what_units_run_in_another_way():
 
 def test_an_evaluation_of_units_is_refused():
     engine = SimpleNamespace(resolved=SimpleNamespace(layout=units(2, 2, 1)))
-    with pytest.raises(ConfigError, match="evaluate must not be called where the encoder has replicas of its own"):
-        OmnibalEngine.evaluate(engine, None)
+    for refused in (OmnibalEngine.evaluate, OmnibalEngine.held_out_loader):  # the latter before a run trains
+        with pytest.raises(ConfigError, match="evaluate must not be called where the encoder has replicas of its own"):
+            refused(engine, None)
 
 
 def test_a_micro_batch_crosses_in_the_round_of_its_number():

@@ -3,15 +3,16 @@ from dataclasses import replace
 
 import pytest
 
-from omnibal.cluster import Cluster, Layout
+from omnibal.cluster import Cluster, Encoder, Layout
 from omnibal.config import OmnibalSection, layout_of
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, paper_limits
 from omnibal.demo import write_demo
 from omnibal.errors import ConfigError
+from omnibal.families.base import encoder_layers
 from omnibal.formats.conversations import open_dataset
 from omnibal.memory.footprint import StageMemory
-from omnibal.pipeline.partition import Partition
+from omnibal.pipeline.partition import Partition, cut_parts
 from omnibal.plan import Plan, Prediction, StagePrediction
 from omnibal.vlm import load_model
 from omnibal.workspace import Workspace
@@ -29,10 +30,12 @@ def section(**parts):
     return OmnibalSection.model_validate(parts)
 
 
+CONFIG = {"gradient_accumulation_steps": 4}
+
+
 def plan_of(vlm, num_stages=2, **parts):
-    config = {"gradient_accumulation_steps": 4}
-    workspace = Workspace(config, section(**parts))
-    return workspace.resolve_plan(vlm.records, layout_of(config, num_stages, 1), LENGTHS)
+    workspace = Workspace(CONFIG, section(**parts))
+    return workspace.resolve_plan(vlm.records, layout_of(CONFIG, num_stages, 1), LENGTHS)
 
 
 def shape_of(section, num_layers, num_processes):
@@ -47,6 +50,58 @@ def test_number_of_stages():
         shape_of(section(pipeline={"num_stages": 3}), 10, 8)
     with pytest.raises(ConfigError, match="num_stages must be at most the model's 10 layers, got 16"):
         shape_of(section(), 10, 16)
+
+
+def test_the_encoders_own_devices_are_not_those_of_the_other_stages():
+    def layout(num_processes, num_layers=10, **pipeline):
+        return Workspace({}, section(pipeline=pipeline)).layout_on(num_processes, "processes", num_layers)
+
+    encoder = {"num_stages": 1, "num_replicas": 2}
+    assert str(layout(8, num_stages=4, encoder=encoder)) == "1 stage × 2 replicas, then 3 stages × 2 replicas"
+    assert str(layout(8, encoder=encoder)) == "1 stage × 2 replicas, then 6 stages × 1 replica"  # one pipeline
+    message = (
+        r"num_stages without the encoder's 1 must divide the 6 processes that .*\(1 stage × 2 replicas\) leaves of 8"
+    )
+    with pytest.raises(ConfigError, match=f"{message}, got 4"):
+        layout(8, num_stages=5, encoder=encoder)
+    with pytest.raises(ConfigError, match="num_stages must be at most the model's 6 layers, got 7"):
+        layout(8, 6, encoder=encoder)
+    with pytest.raises(ConfigError, match="encoder and LLM must divide each other, got 2 and 3"):
+        layout(8, num_stages=3, encoder=encoder)
+
+
+def test_methods_cut_encoder_and_language_model_apart(vlm):
+    layout = replace(layout_of({}, 4, 1), encoder=Encoder(2, 1))
+
+    def boundaries(method):
+        workspace = Workspace({}, section(pipeline={"partition": method}))
+        return workspace.resolve_plan(vlm.records, layout, LENGTHS).partition.boundaries
+
+    border = encoder_layers(vlm.records)
+    for method in ("uniform", "parameters", [0, 3, 7, 9, NUM_LAYERS]):
+        assert (boundaries(method)[2] == border) == isinstance(method, str)
+    with pytest.raises(ConfigError, match=f"stages of the encoder must be at most its {border} layers, got 7"):
+        cut_parts(vlm.records, [1] * NUM_LAYERS, replace(layout, num_stages=8, encoder=Encoder(7, 1)))
+
+
+def test_a_plan_knows_the_encoders_own_replicas(tmp_path, vlm):
+    path, lengths = tmp_path / "plan.json", LENGTHS
+    layout = replace(layout_of({}, 2, 1), encoder=Encoder(1, 2), precision="float32", zero_stage=0)
+    plan = Plan(PackLimits(5, 2000), 2, Partition((0, 5, NUM_LAYERS)), ("none",) * NUM_LAYERS, layout=layout)
+    planned = replace(plan, cluster=Cluster.parse("3xA100-80GB"))
+    planned.save(path)
+    assert Plan.load(path) == planned
+    config = {"gradient_accumulation_steps": 2}
+    for asked in ({}, {"encoder": {"num_replicas": 2}}):
+        workspace = Workspace(config, section(pipeline={"plan": str(path), **asked}))
+        assert workspace.layout_on(3, "processes", NUM_LAYERS) == layout
+        assert workspace.resolve_plan(vlm.records, layout, lengths) == planned
+    workspace = Workspace(config, section(pipeline={"plan": str(path), "encoder": {"num_replicas": 1}}))
+    with pytest.raises(ConfigError, match=r"layout of the plan must .*encoder 1 stage × 1 replica, got .*2 replicas"):
+        workspace.resolve_plan(vlm.records, workspace.layout_on(2, "processes", NUM_LAYERS), lengths)
+    plan.save(path)  # a plan for no cluster is one for any layout
+    workspace = Workspace(config, section(pipeline={"plan": str(path)}))
+    assert workspace.resolve_plan(vlm.records, layout_of({}, 2, 1), lengths).layout == layout_of({}, 2, 1)
 
 
 def test_a_plan_knows_its_number_of_stages(tmp_path):
@@ -116,7 +171,8 @@ def test_a_plan_for_another_layout_is_refused_in_one_line(vlm, tmp_path):
         known = None if cluster is None else Cluster.parse(cluster)
         replace(plan, layout=layout, cluster=known).save(tmp_path / "plan.json")
         if message is None:
-            assert plan_of(vlm, pipeline=named).layout == layout
+            run = layout_of({"gradient_accumulation_steps": 4}, 2, 1)
+            assert plan_of(vlm, pipeline=named).layout == (run if cluster is None else layout)
         else:
             with pytest.raises(ConfigError, match=f"layout of the plan must be that of the run, {message}"):
                 plan_of(vlm, pipeline=named)
@@ -126,7 +182,7 @@ def test_a_plan_file_takes_the_place_of_all(vlm, tmp_path):
     plan = Plan(PackLimits(5, 2000), 4, Partition((0, 4, NUM_LAYERS)), ("none", "full") * (NUM_LAYERS // 2))
     plan.save(tmp_path / "plan.json")
     found = plan_of(vlm, pipeline={"plan": str(tmp_path / "plan.json"), "partition": "uniform"})
-    assert found == plan
+    assert found == replace(plan, layout=layout_of(CONFIG, 2, 1)), "a plan without a cluster names no layout"
 
 
 STAGE = StagePrediction(1.0, 2.0, 0.0, 0.1, 5, StageMemory(*range(9)))
@@ -134,7 +190,7 @@ STAGE = StagePrediction(1.0, 2.0, 0.0, 0.1, 5, StageMemory(*range(9)))
 
 def test_a_schedule_that_is_named_goes_before_the_plans(vlm, tmp_path):
     plan = Plan(PackLimits(5, 2000), 4, Partition((0, 4, NUM_LAYERS)), ("none",) * NUM_LAYERS, schedule="zero-bubble")
-    plan = replace(plan, predicted=Prediction(1.0, 8.0, 0.1, (STAGE, STAGE)))
+    plan = replace(plan, predicted=Prediction(1.0, 8.0, 0.1, (STAGE, STAGE)), layout=layout_of(CONFIG, 2, 1))
     plan.save(tmp_path / "plan.json")
     named = {"plan": str(tmp_path / "plan.json")}
     assert plan_of(vlm, pipeline=named) == plan_of(vlm, pipeline=named | {"schedule": "zero-bubble"}) == plan

@@ -35,6 +35,7 @@ CASES = {
     3: {
         "1 for 2": (units((0, 5, 10), EMPTY_TWO, 1), EXACT),
         "1 for 2, ZeRO 1": (units((0, 5, 10), TWO, 1, zero_stage=1), EXACT),
+        "1 for 2, 1F1B": (units((0, 5, 10), TWO, 1, zero_stage=1, schedule="1f1b"), EXACT),
         "1 for 2, bf16": (units((0, 5, 10), TWO, 1, zero_stage=1, extra=BFLOAT16), ROUNDED),
         "1 for 2, tied within a stage": (units((0, 5, 10), TWO, 1, zero_stage=1, model="tied"), EXACT),
         "1 for 2, frozen encoder": (units((0, 4, 10), TWO, 1, frozen=("vision",)), EXACT),
@@ -47,6 +48,7 @@ CASES = {
     5: {
         "1 for 2 of two stages": (units((0, 5, 7, 10), EMPTY_TWO, 1), EXACT),
         "1 for 2 of two stages, ZeRO 1": (units((0, 5, 7, 10), TWO, 1, zero_stage=1), EXACT),
+        "1 for 2 of two stages, 1F1B": (units((0, 5, 7, 10), TWO, 1, zero_stage=1, schedule="1f1b"), EXACT),
         "1 of three stages for 2": (units((0, 2, 4, 5, 10), TWO, 1, 3), EXACT),
     },
 }
@@ -134,11 +136,9 @@ def test_a_resumed_run_has_every_bit_of_one_that_went_on(num_processes, model, t
 
 
 def test_each_rank_of_a_dataset_reads_the_packs_of_its_own_replica(model):
-    config = changed(settings(model, num_stages=2), "pipeline", partition=[0, 5, 10], schedule="zero-bubble")
-    pipeline, apart = (
-        launch(num_processes, "tests.engine.cases:train_units", config, encoder, replicas, STEPS)
-        for num_processes, encoder, replicas in ((4, None, 2), (3, Encoder(1, 1), 2))
-    )
+    config = settings(model, num_stages=2)
+    pipeline = launch(4, "tests.engine.cases:train_units", changed(config, "pipeline", partition=[0, 5, 10]), STEPS)
+    apart = launch(3, "tests.engine.cases:train_units", changed(config, "pipeline", encoder={"num_replicas": 1}), STEPS)
     assert [result["losses"] for result in apart] == [pytest.approx(pipeline[0]["losses"], rel=1e-5)] * 3
     assert apart[0]["decoded"] == pipeline[0]["decoded"] + pipeline[1]["decoded"]  # the encoder's replica reads both
     weights = pipeline[0]["weights"] | pipeline[2]["weights"]
@@ -159,8 +159,9 @@ def test_equal_replicas_give_every_bit_of_the_pipeline(model):
 
 REFUSED = {
     "must divide each other, got 2 and 3": units((0, 5, 10), [*TWO, TWO[0]], 2),
-    "must divide the step's 1 micro-batches, got (2, 1)": units((0, 5, 10), [[[0, 1]]], 2),
-    "omnibal.pipeline.schedule must be 'zero-bubble' or 'zero-bubble-lean'": units((0, 5, 10), ONE, 2, schedule="1f1b"),
+    "must divide the 1 packs of a step (micro-batches 1, replicas of the language model 1), got 2": units(
+        (0, 5, 10), [[[0, 1]]], 2
+    ),
     "num_tensor must be 1": replace(units((0, 5, 10), ONE, 2), encoder=Encoder(1, 2, num_tensor=2)),
     "prescale_gradients and gradient_predivide_factor": units((0, 5, 10), ONE, 2, extra={"prescale_gradients": True}),
     "zero_optimization.stage must be 0 or 1": units((0, 5, 10), ONE, 2, zero_stage=2),
@@ -171,11 +172,35 @@ REFUSED = {
 def test_what_units_cannot_run_is_refused(message, model):
     case = replace(REFUSED[message], model=str(model))
     with pytest.raises(ConfigError, match=re.escape(message)):
-        check_unit_run(*run_of(case, num_replicas=len(case.packs)))
+        resolved, plan = run_of(case, num_replicas=len(case.packs))
+        check_unit_run(resolved, plan.partition)
 
 
 def test_a_head_that_is_tied_across_stages_is_refused(tied):
     resolved, plan = run_of(units((0, 5, 7, 10), TWO, 1, model=str(tied)), num_replicas=2)
     with pytest.raises(ConfigError, match=r"must be on one stage where the encoder has replicas .*, got stages 1, 2"):
-        check_unit_run(resolved, plan)
-    check_unit_run(resolved, replace(plan, partition=Partition((0, 2, 5, 10))))
+        check_unit_run(resolved, plan.partition)
+    check_unit_run(resolved, Partition((0, 2, 5, 10)))
+
+
+def test_what_a_ds_config_cannot_ask_is_refused_before_samples_are_measured(model):
+    good = changed(settings(model, num_stages=2), "pipeline", encoder={"num_replicas": 1})
+    one_micro_batch = good | {"gradient_accumulation_steps": 1}
+    cases = [
+        (changed(good, "pipeline", num_stages=4), "num_stages without the encoder's 1 must divide the 2 processes that "
+         "omnibal.pipeline.encoder (1 stage × 1 replica) leaves of 3, got 3"),
+        (changed(good, "pipeline", num_stages=1), "num_stages must count the encoder's 1 and at least one behind"),
+        (changed(good, "pipeline", encoder={"num_replicas": 3}), "must leave processes to the language model, got 1 "
+         "stage × 3 replicas of 3"),
+        (changed(one_micro_batch, "pipeline", encoder={"num_replicas": 2}), "must divide the 1 packs of a step"),
+        (good | {"train_batch_size": 3}, "train_batch_size must be 4 (2 micro-batches of one pack, 2 replicas), got 3"),
+        (good | {"prescale_gradients": True}, "prescale_gradients and gradient_predivide_factor must be left out"),
+        (changed(good, "pipeline", encoder={"num_replicas": 1, "placement": "spread"}),
+         "omnibal.pipeline.encoder.placement must be a known key"),
+        (changed(good, "pipeline", encoder={"num_replicas": 1, "num_stages": 6}, num_stages="auto"),
+         "omnibal.pipeline.encoder must leave processes to the language model, got 6 stages × 1 replica of 3"),
+    ]  # fmt: skip
+    by_rank = launch(3, "tests.engine.cases:early_refusals", [config for config, _ in cases])
+    for heard in by_rank:
+        for said, (_, message) in zip(heard, cases, strict=True):
+            assert message in str(said)

@@ -123,7 +123,7 @@ def test_a_frozen_front_holds_no_gradient_of_what_is_sent():
 def test_the_optimizers_step_may_need_more_than_any_backward_pass():
     layers = [block("block.0", none=4, full=2, output=3, parameter_bytes=20, gradient_bytes=20, optimizer_bytes=120)]
     memory = footprint(layers, one_f_one_b(1, 1), accumulate_float32=False)
-    assert memory.state.update[0, 1] == 3 * 40 - 20
+    assert memory.state(0).update[0, 1] == 3 * 40 - 20
     stage = memory.stage(0, range(1), ["none"])
     # pixels (2) stand for the input; at the end of the step activations and input are gone
     assert (stage.activations, stage.buffers) == (4, 2)

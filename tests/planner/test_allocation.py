@@ -207,6 +207,15 @@ def test_degrees_are_those_asked_for_and_known():
         best([backbone()], 8, degrees=(8,))
 
 
+def test_replicas_need_not_divide_the_global_batch():
+    modules = [encoder(num_layers=1), backbone(num_layers=1)]
+    found = best(modules, 8, global_batch=16, degrees=[1], replicas=range(1, 8))
+    # Two encoders for six LLMs, with three micro-batches each; divisors of 16 leave four LLMs, and devices idle.
+    assert [(unit.num_replicas, unit.num_stages) for unit in found.units.values()] == [(2, 1), (6, 1)]
+    assert found.micro_batches == 3 and found.steady_seconds == pytest.approx(2 * 9.0)
+    assert found.iteration_seconds < best(modules, 8, global_batch=16, degrees=[1]).iteration_seconds
+
+
 def test_the_missing_bytes_are_named():
     modules = [encoder(), backbone(optimizer_bytes=700 * GB)]
     with pytest.raises(InfeasibleError, match=r"on 8 devices, got 74.51 GiB: 18.6\d GiB are missing") as caught:

@@ -7,21 +7,18 @@ import pytest
 
 from omnibal.advise.models import Model
 from omnibal.cluster import Cluster, Encoder, Layout, Links
-from omnibal.cost import Load
+from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
 from omnibal.errors import InfeasibleError
+from omnibal.families.base import encoder_layers
+from omnibal.memory.footprint import Footprint
 from omnibal.pipeline.partition import Partition
-from omnibal.pipeline.schedule import zero_bubble
+from omnibal.pipeline.schedule import one_f_one_b, zero_bubble
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.planner.packings import Packing, PlanRequest
-from omnibal.planner.placements import (
-    encoder_layers,
-    place_pipeline,
-    place_spread,
-    place_units,
-    split_profile,
-)
+from omnibal.planner.placements import place_pipeline, place_spread, place_units, split_profile
 from omnibal.profile.counted import analytic_profile
+from omnibal.profile.records import LayerCost, ModelProfile
 
 CLUSTER = Cluster.parse("8xA100-80GB")
 RECORDS = Model.known("InternVL3-2B").records
@@ -46,7 +43,7 @@ def spread(layout):
 
 def test_a_profile_is_split_before_the_language_model():
     encoder, language = split_profile(PROFILE)
-    assert len(encoder.layers) == encoder_layers(PROFILE)
+    assert len(encoder.layers) == encoder_layers(PROFILE.layers)
     assert {layer.module for layer in language.layers} == {"language"} != {layer.module for layer in encoder.layers}
     # Gradients for a trained encoder or projector pass all of the LLM, though it is frozen.
     assert split_profile(ONLY_PROJECTOR)[1].frozen_front == 0
@@ -69,7 +66,7 @@ def test_a_spread_encoder_before_one_stage_is_data_parallelism(profile):
 def test_units_of_equal_replicas_are_the_pipeline_with_the_same_cut():
     layout = Layout(4, 2, encoder=Encoder(1, 2))
     units = place_units(PROFILE, even(2, 8), layout, request(), "1f1b")
-    assert units.boundaries[1] == encoder_layers(PROFILE)
+    assert units.boundaries[1] == encoder_layers(PROFILE.layers)
     pipeline = simulate_step(
         PROFILE, Partition(units.boundaries), even(2, 8).steps[0], CLUSTER.links_of(Layout(4, 2)),
         recompute=units.recompute, mode="overlap",
@@ -115,3 +112,92 @@ def test_what_does_not_fit_says_what_is_missing():
     with pytest.raises(InfeasibleError) as refusal:
         place_spread(PROFILE, even(1, 8, units=100), spread(Layout(8, 1)), request(small), "1f1b", "none")
     assert refusal.value.missing_bytes > 0
+
+
+# A model whose step can be computed by hand: an encoder of a layer, an LLM of two, on 2 stages × 2 replicas with 3
+# micro-batches of 2 images each. A link takes 2 bytes a second between stages, 4 between replicas.
+HAND = Cluster(
+    1, 4, CLUSTER.device, memory_bytes=10**6, overhead_bytes=7, links=Links(2, reduce_bandwidth_bytes_per_second=4)
+)
+
+
+def hand_layer(name, module, seconds, *, kept, output=None, gradient=0, trained=True):
+    return LayerCost(
+        name, "block", module=module, forward_seconds=seconds, backward_seconds=seconds,
+        weight_seconds=seconds if trained else CostModel(), output_bytes=output or CostModel(),
+        saved_bytes={"none": kept, "full": 0.1 * kept}, trainable=trained, parameter_bytes=32,
+        gradient_bytes=gradient * trained, optimizer_bytes=4 * gradient * trained, optimizer_seconds=4.0 * trained,
+    )  # fmt: skip
+
+
+def by_hand(level, *, trained=True, cluster=HAND, steps=(2,)):
+    """The step by hand, the encoder working a second forward on each image."""
+    image, fixed = CostModel(vision_units=1), CostModel(fixed=3)
+    layers = [
+        hand_layer("vision", "vision", image, kept=1000 * image, output=4 * image, gradient=8, trained=trained),
+        *(hand_layer(f"block.{i}", "language", fixed, kept=CostModel(fixed=50), gradient=4) for i in range(2)),
+    ]
+    profile = ModelProfile(tuple(layers), device="test", dtype="float32")
+    loads = tuple((Load.stack([Load(units, 10)] * 3),) * 2 for units in steps)
+    packing = Packing(PackLimits(max(steps), 10), 3, 6.0, loads, Load(max(steps), 10))
+    layout = Layout(2, 2, precision="float32", encoder=Encoder(0, 4, 1, "spread"))
+    asked = PlanRequest(cluster=cluster, global_batch=6, head_room=0.0)
+    return profile, place_spread(profile, packing, layout, asked, "1f1b", level)
+
+
+# LLM: weights come (4 bytes at 4 a second), (3 + 2 - 1) times 3 s forward and 6 s back, the sum of gradients, and half
+# of an optimizer's 4 s.
+HAND_LLM = 1 + 4 * 9 + 1 + 2
+# Encoder, 12 images on 4 devices: weights come (8 bytes at 4 a second), forward, both parts of the backward pass, the
+# sum of gradients, a quarter of an optimizer's 4 s.
+HAND_ENCODER = 2 + 3 + 2 * 3 + 2 + 1
+# 6 images of 4 bytes for a replica, of which half is made where it is needed, at 2 bytes a second.
+HAND_FEATURES = 6 * 4 / 2 / 2
+
+
+@pytest.mark.parametrize(
+    ("level", "trained", "seconds"),
+    [
+        ("none", True, HAND_LLM + HAND_ENCODER + 2 * HAND_FEATURES),
+        ("full", True, HAND_LLM + HAND_ENCODER + 3 + 2 * HAND_FEATURES),  # three images forward once more
+        ("none", False, HAND_LLM + 3 + HAND_FEATURES),  # forward only, and no gradient of a feature
+    ],
+)
+def test_the_seconds_of_a_spread_step_by_hand(level, trained, seconds):
+    _, found = by_hand(level, trained=trained)
+    assert found.boundaries == (0, 1, 2)
+    assert found.step_seconds == pytest.approx(seconds, rel=1e-9)
+    assert found.recompute_seconds == pytest.approx(12 if level == "full" else 0, rel=1e-9)
+
+
+@pytest.mark.parametrize(("level", "trained"), [("none", True), ("full", True), ("none", False)])
+def test_the_memory_of_a_spread_step_by_hand(level, trained):
+    profile, found = by_hand(level, trained=trained)
+    # Weights, a gradient, a quarter of 32 bytes of state and of ZeRO's copy of the weights; pixels are taken to be as
+    # large as what full recomputation keeps; three images are kept.
+    state = 32 + (8 + (32 + 8) // 4) * trained
+    kept = {"none": 3000, "full": 300}[level] * trained
+    beside = state + kept + 300
+    features = (1 + trained) * 3 * 8  # three micro-batches of 2 images; gradients of theirs
+    language = split_profile(profile)[1]
+    stages = Footprint(language, Load(2, 10), one_f_one_b(2, 3), Layout(2, 2, precision="float32"), 7).stages(
+        Partition((0, 1, 2)), found.recompute[1:]
+    )
+    first = beside + features + stages[0].total
+    # Before and behind the pipeline a device holds the LLM's state, and what the encoder's passes take beside.
+    transient = {"none": 1000, "full": 2700 + 1000}[level]
+    second = beside + features + 32 + 4 + (16 + 4) // 2 + 7 + transient
+    assert found.peak_bytes == max(first, second)
+
+
+def test_memory_of_a_spread_encoder_is_that_of_the_largest_step():
+    small, large, both = (by_hand("none", steps=steps)[1].peak_bytes for steps in ((2,), (6,), (2, 6)))
+    assert small < large == both
+
+
+def test_a_spread_encoder_that_recomputes_needs_room_beside_the_llms_state():
+    peak = by_hand("full")[1].peak_bytes
+    assert by_hand("full", cluster=replace(HAND, memory_bytes=peak))[1].peak_bytes == peak
+    with pytest.raises(InfeasibleError, match="beside the LLM's state") as refusal:
+        by_hand("full", cluster=replace(HAND, memory_bytes=peak - 5))
+    assert refusal.value.missing_bytes == 5

@@ -72,6 +72,20 @@ def test_where_nothing_runs_today_it_is_said():
     assert not any(line.startswith("runner-up") for line in lines)
 
 
+def test_where_nothing_fits_every_kind_says_what_it_lacks():
+    report = LayoutReport(LayoutAnswer((), {"zero": 2 * GIB, "tensor": 0}), SCENARIO, would_fit=["2 tensor ranks"])
+    assert [str(part) for part in report.parts()] == report.lines() == [
+        "winner: none, no layout fits these devices",
+        "cannot be: ZeRO with even packs: the fullest device lacks 2.00 GiB at least",
+        "cannot be: one pipeline with tensor ranks in its stages: these devices, costs and samples of a step have no "
+        "such layout",
+        "not weighed: 8 tensor ranks would cross nodes of 4",
+        "today's fullest micro-batch would fit with 2 tensor ranks, which omnibal does not run yet",
+    ]  # fmt: skip
+    record = report.to_record()
+    assert {record[name] for name in ("winner", "winner_unhidden", "runner_up", "winner_today")} == {None}
+
+
 def test_what_the_precision_of_today_counts_for_is_said():
     other = replace(SCENARIO, precision=TrainingPrecision(pure=True))
     assert any("count for ZeRO alone" in line for line in replace(REPORT, scenario=other).not_weighed)

@@ -12,12 +12,11 @@ from typing import Any, Final
 from tqdm import tqdm
 
 from omnibal.advise.estimate import Scenario
-from omnibal.advise.layouts import KINDS, LayoutAnswer, weigh_layouts
+from omnibal.advise.layouts import KINDS, weigh_layouts
 from omnibal.advise.models import Model
 from omnibal.cluster import Cluster
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.synthetic import patch_lengths, tiled_lengths
-from omnibal.errors import InfeasibleError
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
 from tools.bench import machine, table
@@ -50,16 +49,13 @@ def weigh(model: str, nodes: int, device: str, frozen: tuple[str, ...]) -> dict[
 
     scenario = Scenario(lengths(model), profiles(1, 1), cluster, PER_DEVICE * cluster.num_devices, spares_rows=True)
     begun = time.process_time()
-    try:
-        answer = weigh_layouts(scenario, profiles)
-    except InfeasibleError as refusal:
-        answer = LayoutAnswer((), dict.fromkeys(KINDS, refusal.missing_bytes))
+    answer = weigh_layouts(scenario, profiles)
     return {
         "model": model,
         "cluster": str(cluster),
         "processor_seconds": round(time.process_time() - begun, 1),
         "missing_gib": {kind: round(missing / 2**30, 1) for kind, missing in answer.missing_bytes.items()},
-        "winner": answer.winner.kind if answer.candidates else None,
+        "winner": answer.winner and answer.winner.kind,
         "candidates": [
             {
                 "kind": each.kind,

@@ -1,0 +1,248 @@
+"""Tensor ranks: several devices that share each layer, whose outputs are whole on all of them.
+
+A layer is built whole and cut: column layers keep some outputs, row layers the inputs that come of these, and the
+ranks' products of a row layer are added up. In between a rank computes some heads, or some of an MLP's units. What goes
+into a column layer passes `copy_of`: its gradients are added up on the way back.
+
+Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from omnibal.families.cuts import Slice, units_of
+from omnibal.vlm.backward import DeferringLinear
+
+if TYPE_CHECKING:  # its layers' attention asks for `own_stream`
+    from omnibal.vlm.layers import VisionLanguageModel
+
+# DeepSpeed's norms count a parameter with this mark on every tensor rank, and any other on the first one only.
+COUNTED: Final = "tensor_model_parallel"
+# The mark of a parameter of which each tensor rank computes a part of the gradient only; its value is the Slice, or
+# None where the parameter is whole.
+PARTIAL: Final = "omnibal_partial_gradient"
+
+
+class TensorGroup(NamedTuple):
+    """The ranks that share layers with this one, and its place among them."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    def sum_in_place(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, ranks: TensorGroup) -> Tensor:
+        context.ranks = ranks
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        # A clone: autograd may hand the same tensor to others.
+        return context.ranks.sum_in_place(gradient.clone(memory_format=torch.contiguous_format)), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, ranks: TensorGroup, is_partial: bool) -> Tensor:
+        context.ranks, context.is_partial = ranks, is_partial
+        return ranks.sum_in_place(tensor.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        if context.is_partial:
+            gradient = context.ranks.sum_in_place(gradient.clone(memory_format=torch.contiguous_format))
+        return gradient, None, None
+
+
+def copy_of(tensor: Tensor, ranks: TensorGroup) -> Tensor:
+    """The tensor, whose gradients of all tensor ranks are added up in the backward pass."""
+    copied: Tensor = _Copy.apply(tensor, ranks)  # type: ignore[no-untyped-call]
+    return copied
+
+
+def summed(tensor: Tensor, ranks: TensorGroup, *, is_partial: bool = False) -> Tensor:
+    """The sum of all tensor ranks' tensors.
+
+    Args:
+        is_partial: Whether each rank uses the sum for some heads only, so that it gets a part of the gradient.
+    """
+    found: Tensor = _Reduce.apply(tensor, ranks, is_partial)  # type: ignore[no-untyped-call]
+    return found
+
+
+class RowLinear(DeferringLinear):
+    """A linear layer that has some of the inputs; the bias, which is whole, comes behind the sum over the ranks."""
+
+    ranks: TensorGroup
+
+    def forward(self, input: Tensor) -> Tensor:
+        product = summed(self.product(input, None), self.ranks)
+        return product if self.bias is None else product + self.bias
+
+
+class SharedRMSNorm(nn.Module):
+    """An RMS norm over a width of which each tensor rank has a part (InternViT-6B's queries and keys)."""
+
+    ranks: TensorGroup
+    width: int
+    weight: nn.Parameter
+    variance_epsilon: float
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """From (…, part of the width) to the same; computed in float32, as transformers does."""
+        exact = hidden.to(torch.float32)
+        variance = summed(exact.pow(2).sum(-1, keepdim=True), self.ranks, is_partial=True) / self.width
+        return self.weight * (exact * torch.rsqrt(variance + self.variance_epsilon)).to(hidden.dtype)
+
+
+class SharedDropout(nn.Dropout):
+    """Dropout of what a tensor rank has a part of: each rank draws a mask of its own."""
+
+    ranks: TensorGroup
+
+    def forward(self, input: Tensor) -> Tensor:
+        with own_stream(self.ranks if self.training and self.p else None):
+            return super().forward(input)
+
+
+@contextmanager
+def own_stream(ranks: TensorGroup | None) -> Iterator[None]:
+    """Let random numbers inside be a tensor rank's own; outside all ranks of a group draw the same."""
+    if ranks is None:
+        yield
+        return
+    # The seed is drawn from the common stream, so that a recomputed layer, which gets that stream's state, draws again
+    # what it has drawn.
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed + ranks.rank)
+        yield
+
+
+def share_layer(model: "VisionLanguageModel", index: int, layer: nn.Module, ranks: TensorGroup) -> None:
+    """Leave a tensor rank its part of layer ``index``, as `build_layer` gave it, in place."""
+    if ranks.size == 1:
+        return
+    slices, cuts = model.slices(index, ranks.size, ranks.rank), model.cuts(index)
+    modules = dict(layer.named_modules())
+    for name, own in slices.items():
+        owner, _, last = name.rpartition(".")
+        setattr(modules[owner], last, _part_of(layer.get_parameter(name), own, ranks))
+    columns: dict[str, list[str]] = {}
+    for name, cut in cuts.items():
+        module = modules[name]
+        linear = cast(nn.Module, getattr(module, "base_layer", module))  # inside peft's, where it has adapters
+        if not isinstance(linear, nn.Linear):
+            _share_norm(linear, ranks, model, index)
+        elif cut.dim == 0:
+            linear.out_features = len(linear.weight)
+            columns.setdefault(name.rpartition(".")[0], []).append(name)
+        else:
+            linear.in_features = linear.weight.shape[1]
+            _make_row(linear, ranks)
+            _share_row_adapter(module, ranks)
+    rows = [name for name, cut in cuts.items() if cut.dim == 1]
+    for parent, children in columns.items():
+        # Queries, keys and values read one input, whose gradients are added up once.
+        place = parent if len(children) > 1 else children[0]
+        modules[place].register_forward_pre_hook(partial(_copy_input, ranks), with_kwargs=True)
+        _mark_partial(modules[place], place, slices, rows)
+        _share_attention(modules[parent], model, index, ranks)
+
+
+def _part_of(whole: nn.Parameter, own: Slice, ranks: TensorGroup) -> nn.Parameter:
+    part = nn.Parameter(part_of(whole.detach(), own).clone(), requires_grad=whole.requires_grad)
+    # Of several ranks that hold the same slice the first one's is counted.
+    setattr(part, COUNTED, ranks.rank % own.copies == 0)
+    if own.copies > 1:
+        setattr(part, PARTIAL, own)
+    return part
+
+
+def part_of(whole: Tensor, own: Slice) -> Tensor:
+    """What a tensor rank holds of a whole weight."""
+    parts = [whole.narrow(own.dim, start, stop - start) for start, stop in own.ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, own.dim)
+
+
+def _mark_partial(module: nn.Module, place: str, slices: Mapping[str, Slice], rows: list[str]) -> None:
+    """Mark what is whole behind `copy_of` and before the sum of a row layer: norms of heads, A of an adapter."""
+    for name, parameter in module.named_parameters():
+        path = f"{place}.{name}"
+        if path not in slices and not any(path.startswith(f"{row}.") for row in rows):
+            setattr(parameter, PARTIAL, None)
+
+
+def _make_row(linear: nn.Linear, ranks: TensorGroup) -> None:
+    linear.__class__ = RowLinear
+    cast(RowLinear, linear).ranks = ranks
+
+
+def _share_row_adapter(module: nn.Module, ranks: TensorGroup) -> None:
+    """Of an adapter beside a row layer A is cut like the layer, and B, behind the sum over the ranks, is whole."""
+    for inner in getattr(module, "lora_A", {}).values():
+        inner.in_features = inner.weight.shape[1]
+        _make_row(inner, ranks)
+    for dropout in getattr(module, "lora_dropout", {}).values():
+        if isinstance(dropout, nn.Dropout):
+            dropout.__class__ = SharedDropout
+            cast(SharedDropout, dropout).ranks = ranks
+
+
+def _share_norm(norm: nn.Module, ranks: TensorGroup, model: "VisionLanguageModel", index: int) -> None:
+    assert hasattr(norm, "variance_epsilon"), "a norm of transformers over the width of all heads"
+    sizes = model.records[index].sizes
+    norm.__class__ = SharedRMSNorm
+    shared = cast(SharedRMSNorm, norm)
+    shared.ranks, shared.width = ranks, sizes["heads"] * sizes["head_dim"]
+
+
+def _share_attention(module: nn.Module, model: "VisionLanguageModel", index: int, ranks: TensorGroup) -> None:
+    """Tell an attention module how many heads it has, where transformers' counts them itself."""
+    if not hasattr(module, "head_dim"):
+        return
+    sizes: Mapping[str, int] = model.records[index].sizes
+    heads, _ = units_of(sizes, "heads", ranks.size, ranks.rank)
+    attention = cast(Any, module)
+    attention.num_heads, attention.embed_dim = len(heads), len(heads) * sizes["head_dim"]
+    attention.tensor_ranks = ranks  # `packed_attention` draws dropout from a stream of its own
+
+
+def _copy_input(ranks: TensorGroup, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args:
+        return (copy_of(args[0], ranks), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": copy_of(kwargs["hidden_states"], ranks)}
+
+
+def partial_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The trained parameters of which each tensor rank computes a part of the gradient only."""
+    found = [parameter for parameter in module.parameters() if hasattr(parameter, PARTIAL) and parameter.requires_grad]
+    return list(dict.fromkeys(found))
+
+
+@torch.no_grad()
+def add_up(gradients: Mapping[nn.Parameter, Tensor], ranks: TensorGroup) -> None:
+    """Add up flattened gradients of `partial_parameters` over the tensor ranks, in place."""
+    for parameter, gradient in gradients.items():
+        own: Slice | None = getattr(parameter, PARTIAL)
+        if own is None:
+            ranks.sum_in_place(gradient)
+            continue
+        # Heads of keys and values that several ranks have a copy of: each group of copies has a row of its own in one
+        # message, which is short.
+        rows = gradient.new_zeros(ranks.size // own.copies, gradient.numel())
+        place = ranks.rank // own.copies
+        rows[place] = gradient
+        gradient.copy_(ranks.sum_in_place(rows)[place])

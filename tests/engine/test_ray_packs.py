@@ -1,0 +1,84 @@
+"""What a Ray cluster reads is what local workers read, in the same order, whatever happens to its readers."""
+
+import os
+import signal
+
+import pytest
+
+from omnibal.engine.ray_packs import RayPacks
+from omnibal.errors import ConfigError, DataError
+from tests.engine.cases import SmallDataset
+from tests.engine.test_reading_ahead import is_same, loader_of, steps_of
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.distributed
+
+
+class TroubledDataset(SmallDataset):
+    """The small samples, one of which ends the process that reads it, the first time, and one of which is broken."""
+
+    def __init__(self, *, once=None, broken=None, deadly=None):
+        super().__init__(copies=2)
+        self._once, self._broken, self._deadly = once, broken, deadly
+
+    def __getitem__(self, index):
+        if index == self._broken:
+            raise DataError(f"image must be decodable, got picture.png (sample {index})")
+        if self._once is not None and index == 3 and not self._once.exists():
+            self._once.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index == self._deadly:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+def test_a_reader_that_is_killed_loses_nothing_and_a_resumed_run_goes_on(cluster, tmp_path):
+    dataset = TroubledDataset(once=tmp_path / "killed")
+    local, remote = loader_of(SmallDataset(copies=2), workers=0), loader_of(dataset, ray="auto")
+    steps = local.steps_per_epoch + 2  # into the second epoch
+    expected = steps_of(local, steps)
+    assert is_same(steps_of(remote, 2), expected[:2])
+    again = loader_of(dataset, ray="auto")
+    again.load_state_dict(remote.state_dict())
+    assert is_same(steps_of(again, steps - 2), expected[2:])
+    assert (tmp_path / "killed").exists(), "a reader was killed on the way"
+
+
+def test_what_cannot_be_read_is_named(cluster):
+    with pytest.raises(DataError, match=r"^image must be decodable, got picture.png \(sample 5\)$"):
+        steps_of(loader_of(TroubledDataset(broken=5), ray="auto"), 8)
+
+
+@pytest.mark.slow  # four readers start one after another
+def test_a_pack_that_no_reader_survives_is_named(cluster):
+    with pytest.raises(
+        DataError, match=r"samples \[.*\b5\b.*\] must be readable by Ray, whose readers died four times"
+    ):
+        steps_of(loader_of(TroubledDataset(deadly=5), ray="auto"), 8)
+
+
+def test_only_so_many_packs_are_read_before_they_are_wanted(cluster):
+    asked = []
+    packs = (asked.append(number) or [number] for number in range(100))
+    batches = iter(RayPacks([{}] * 100, packs, lambda samples: {}, address="auto", count=3, pin=False))
+    for _ in range(4):
+        next(batches)
+    # Four were taken; the thread has made three more, and asked for three behind these.
+    batches.close()
+    assert len(asked) <= 4 + 3 + 3 + 1
+
+
+def test_no_cluster_at_the_address(monkeypatch):
+    ray.shutdown()
+    monkeypatch.setenv("RAY_gcs_rpc_server_connect_timeout_s", "1")
+    with pytest.raises(
+        ConfigError, match=r"omnibal\.data\.ray must be the address of a Ray cluster that runs, got 'auto'"
+    ):
+        loader_of(SmallDataset(), ray="auto")
