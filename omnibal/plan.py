@@ -107,8 +107,6 @@ class Plan:
             raise ConfigError(f"layout must be of the plan's {self.num_stages} stages, got {self.layout.num_stages}")
         if self.layout.has_units:
             self.make_schedule()  # replicas and micro-batches
-        elif self.layout.encoder is not None:
-            raise ConfigError("placement of the encoder must be 'own' in a plan, got 'spread'")
         if self.cluster is not None:
             self.cluster.check(self.layout)
 
@@ -163,6 +161,8 @@ class Plan:
         return self.footprint(profile, load).stages(self.partition, self.recompute)
 
     def _check(self, profile: ModelProfile) -> None:
+        if self.layout.is_spread:
+            raise ConfigError("placement of the encoder must be 'own' in a plan that is simulated, got 'spread'")
         if self.layout.num_tensor != profile.num_tensor:
             raise ConfigError(
                 f"num_tensor of layout must be the profile's {profile.num_tensor}, got {self.layout.num_tensor}"

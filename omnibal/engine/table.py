@@ -209,7 +209,8 @@ class TableEngine(PipelineEngine):
     def _exec_backward_pass(self, buffer_id: int) -> None:
         super()._exec_backward_pass(buffer_id)
         self._backwards_left -= 1
-        if self._backwards_left == 0:
+        # Where DeepSpeed reduces gradients itself, nothing takes the sums apart.
+        if self._backwards_left == 0 and (self.exchange is not None or self.module.ranks.size > 1):
             self.sums.end_passes()
 
     def _before_layer(self, layer: int, hidden: Tensor) -> None:

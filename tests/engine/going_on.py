@@ -13,6 +13,7 @@ from deepspeed.runtime.lr_schedules import WarmupCosineLR
 from transformers import InternVLForConditionalGeneration
 
 from omnibal import train as train_file
+from omnibal.cluster import Layout
 from omnibal.data.limits import PackLimits
 from omnibal.engine import checkpointed, samples
 from omnibal.engine import engine as engine_file
@@ -150,7 +151,8 @@ SAVED = ["global_step1", "latest", "notes.txt", "zero_to_fp32.py", "zero_to_torc
 
 def goes_on_under_its_own_plan(config, output):
     """Whether another plan took the place of its file alone, or was entered in the ds_config, too."""
-    begun = Plan(PackLimits(4, 48), 2, Partition((0, 4, NUM_LAYERS)), ("none",) * NUM_LAYERS)
+    layout = Layout(2, precision="float32", accumulate_float32=False)  # the run's: of machines the plan says nothing
+    begun = Plan(PackLimits(4, 48), 2, Partition((0, 4, NUM_LAYERS)), ("none",) * NUM_LAYERS, layout=layout)
     config = changed(config, "pipeline", plan="auto", num_stages="auto")
     entered = config | {"gradient_accumulation_steps": 3}
     with pytest.raises(ConfigError, match=r"pipeline.plan must be a file, got .*plan.json; `omnibal plan --write`"):
