@@ -9,6 +9,7 @@ file behind: `ExplainedWait` says what a start waits for, and removes locks whos
 """
 
 import os
+import random
 import select
 import signal
 import socket
@@ -35,10 +36,16 @@ THREAD: Final = "omnibal-explains-waits"
 
 
 def free_port() -> int:
-    """A port that a launch can take for its processes to meet: launches side by side must not share one."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """A port that a launch can take for its processes to meet: launches side by side must not share one.
+
+    It lies below the ports that Linux gives to connections (from 32768): of these, another process may take one before
+    the launch does, seconds later.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_768)
+        with socket.socket() as found, suppress(OSError):  # somebody listens there
+            found.bind(("127.0.0.1", port))
+            return port
 
 
 def reason_of(output: str) -> str:

@@ -37,7 +37,7 @@ _TAKEN: Final = (
     "omnibal.model.path", "omnibal.model.family", "omnibal.model.weights", "omnibal.model.seed",
     "omnibal.model.lora.dropout",
     "omnibal.data.held_out", "omnibal.data.images", "omnibal.data.broken", "omnibal.data.workers",
-    "omnibal.data.max_image_pixels",
+    "omnibal.data.max_image_pixels", "omnibal.data.ray",
     "omnibal.packing.samples_per_step",
     "omnibal.pipeline.recompute", "omnibal.pipeline.schedule",
     "omnibal.optimizer.learning_rates.vision", "omnibal.optimizer.learning_rates.projector",

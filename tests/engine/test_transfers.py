@@ -11,6 +11,7 @@ from omnibal.cluster import Encoder, Layout
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.transfers import describe, read_description
 from omnibal.pipeline.schedule import one_f_one_b, zero_bubble, zero_bubble_lean
+from omnibal.pipeline.units import unit_schedule
 from omnibal.vlm.payload import PackCounts, note_counts
 from tests.engine.nccl import ALL_RULES, MILDEST, STRICTEST, Kernel, Post, Rules, Wait, deadlock
 from tests.engine.recording import RecordedEngine, record
@@ -69,6 +70,7 @@ def plan_of(table, num_stages, micro_batches):
     schedule = "1f1b" if table is None else "a table"
     return SimpleNamespace(
         schedule=schedule,
+        runs_table=table is not None,
         make_schedule=lambda: table,
         predicted=None,
         num_stages=num_stages,
@@ -103,7 +105,15 @@ def test_transfers_of_units_end_under_all_of_nccls_rules(name, encoder_stages, l
     for encoder_replicas, replicas in UNITS:
         layout = Layout(num_stages, replicas, encoder=Encoder(encoder_stages, encoder_replicas))
         for frozen_stages in (0, encoder_stages):
-            plan = SimpleNamespace(schedule=name, num_stages=num_stages, micro_batches=6, layout=layout, predicted=None)
+            plan = SimpleNamespace(
+                schedule=name,
+                runs_table=True,
+                make_schedule=partial(unit_schedule, layout, 6, name),
+                predicted=None,
+                num_stages=num_stages,
+                micro_batches=6,
+                layout=layout,
+            )
             programs = record(plan, steps=1, frozen_stages=frozen_stages)
             for rules in STRICTEST:
                 assert deadlock(programs, rules) == [], (layout, rules, frozen_stages)

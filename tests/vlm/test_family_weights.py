@@ -87,7 +87,12 @@ def test_all_layouts_of_names_load(tmp_path, family, layout):
 def test_layers_read_their_own_tensors_alone(tmp_path, family, monkeypatch):
     plain_family_model(small_config(family)).save_pretrained(tmp_path)
     model, read, read_one = load_model(tmp_path), [], Stored.read
-    monkeypatch.setattr(Stored, "read", lambda stored: (read.append(model.disk_name(stored.name)), read_one(stored))[1])
+
+    def noted(stored, own):
+        read.append(model.disk_name(stored.name))
+        return read_one(stored, own)
+
+    monkeypatch.setattr(Stored, "read", noted)
     for index in range(len(model.records)):
         read.clear()
         load_layer(model, index, model.build_layer(index, seed=None), tmp_path)
