@@ -39,9 +39,9 @@ def replicas_of(
 ) -> int:
     """How many replicas of a pipeline some devices hold, ``num_tensor`` of which share each layer.
 
-    ``encoder`` has devices of its own among them, and its stages are counted in ``num_stages``.
+    ``encoder`` may have devices of its own among them, whose stages are counted in ``num_stages``.
     """
-    if encoder is not None:
+    if encoder is not None and encoder.placement == "own":
         return _replicas_beside(encoder, num_stages, num_devices, num_layers=num_layers, devices=devices)
     num_ranks, left = divmod(num_devices, num_tensor)
     if left:
@@ -108,6 +108,11 @@ class Encoder:
     placement: Literal["own", "spread"] = "own"
     """``own``: devices beside those of the language model (units). ``spread``: the whole encoder is on all devices of
     the language model, and runs before and behind its pipeline."""
+
+    @classmethod
+    def on_all(cls, num_devices: int) -> "Encoder":
+        """The spread encoder of a run on so many devices."""
+        return cls(0, num_devices, placement="spread")
 
     def __str__(self) -> str:
         return _in_words(self.num_stages, self.num_replicas, self.num_tensor)

@@ -117,19 +117,33 @@ def read_record(path: str | Path, kind: type[M], name: str, *, version: int, old
 
 def explain(kind: type, error: ValidationError, name: str) -> str:
     """Every wrong key of a record, as ``<key> must <rule>, got <value>``; ``name`` stands before each key."""
-    by_key = groupby(error.errors(), key=lambda problem: _keys(kind, problem["loc"]))
-    return "; ".join(_explain_key(kind, keys, list(problems), name) for keys, problems in by_key)
+    by_key = [
+        (keys, list(problems))
+        for keys, problems in groupby(error.errors(), key=lambda problem: _keys(kind, problem["loc"]))
+    ]
+    # Where a record or a word is possible, a record with a wrong key is no such word either: the key says it.
+    outer = {keys[:depth] for keys, _ in by_key for depth in range(len(keys))}
+    return "; ".join(_explain_key(kind, keys, problems, name) for keys, problems in by_key if keys not in outer)
 
 
 def _keys(kind: Any, location: Sequence[str | int]) -> tuple[str, ...]:
     """Keys down to the wrong one; where several kinds of value are possible, pydantic goes on with those it tried."""
-    keys = []
+    keys: list[str] = []
     for key in map(str, location):
+        if key not in _known_keys(kind) and key == getattr(kind, "__name__", None):
+            continue  # the name of the record that was tried
+        if key.startswith("literal["):  # words that were tried
+            break
         keys.append(key)
         kind = _kind_of(kind, key)
         if kind is None:
             break
     return tuple(keys)
+
+
+def _rule(message: str) -> str:
+    rule = message.removeprefix("Input should be ")
+    return "an object" if rule.startswith("a valid dictionary or instance of ") else rule
 
 
 def _known_keys(kind: Any) -> dict[str, Any]:
@@ -165,5 +179,5 @@ def _explain_key(kind: Any, keys: tuple[str, ...], problems: Sequence[ErrorDetai
     entries = [problem for problem in problems if keys and isinstance(problem["loc"][-1], int)]
     if entries and not keys[-1].isdecimal():  # a list was meant
         place, problems = f"{place}[{entries[0]['loc'][-1]}]", entries[:1]
-    rules = (problem["msg"].removeprefix("Input should be ") for problem in problems)
+    rules = (_rule(problem["msg"]) for problem in problems)
     return f"{place} must be {' or '.join(rules)}, got {problems[0]['input']!r:.200}"

@@ -263,10 +263,10 @@ class Workspace:
         self, num_devices: int, devices: str, num_layers: int, *, num_stages: int | None = None, num_tensor: int = 1
     ) -> Layout:
         """How the run lies on some devices: stages as asked for, of the plan, or as many as there are devices."""
-        stages, encoder = num_stages or self.section.pipeline.num_stages, self.encoder
+        stages, encoder = num_stages or self.section.pipeline.num_stages, self.encoder_on(num_devices)
         if stages == "auto" and self.named_plan is not None:
             stages = self.named_plan.num_stages
-        elif stages == "auto" and encoder is not None:  # one pipeline of all others
+        elif stages == "auto" and encoder is not None and encoder.placement == "own":  # one pipeline of all others
             stages = encoder.num_stages + max(num_devices - encoder.num_devices, 1)
         elif stages == "auto":
             stages = num_devices // num_tensor
@@ -278,13 +278,13 @@ class Workspace:
             check_units(layout)
         return layout
 
-    @property
-    def encoder(self) -> Encoder | None:
-        """The encoder's own replicas: those of the ds_config, or of the plan that it names."""
-        asked = self.section.pipeline.encoder
-        if asked is None:
-            return None if self.named_plan is None else self.named_plan.layout.encoder
-        return asked.encoder
+    def encoder_on(self, num_devices: int) -> Encoder | None:
+        """The encoder of a run on so many devices, as the ds_config says, or the plan that it names."""
+        asked = self.section.pipeline.encoder_on(num_devices)
+        if asked is not None or self.named_plan is None:
+            return asked
+        layout = self.named_plan.layout
+        return Encoder.on_all(num_devices) if layout.is_spread else layout.encoder
 
     def layout(self, num_stages: int | None = None, cluster: Cluster | None = None) -> Layout:
         """How the run lies on the cluster, or on another one, with so many stages or as many as the ds_config says."""
@@ -386,7 +386,7 @@ class Workspace:
             "sums of gradients": (plan.layout.sums_float32, now.sums_float32),
             "cluster": (plan.cluster, self.asked_cluster or plan.cluster),
             "number of stages": (plan.num_stages, pipeline.num_stages),
-            "encoder": (plan.layout.encoder, self.encoder),
+            "encoder": (plan.layout.encoder, self.encoder_on(plan.layout.num_devices)),
             "schedule": (plan.schedule, pipeline.schedule),
             "samples of a step": (asked.get("global_batch"), self.samples_per_step or "auto"),
             "method of packing": (asked.get("method", packing.method), packing.method),

@@ -1,8 +1,24 @@
 import hjson
 import pytest
 
+from omnibal.config import read_config
 from omnibal.errors import ConfigError
 from omnibal.records import load_json, parse_json, parse_relaxed, read_json
+
+ENCODERS = {
+    "spred": "encoder must be an object or 'spread', got 'spred'",
+    '{"num_stages": 1}': "encoder must have the key 'num_replicas', got none",
+    '{"num_replicas": 0}': "encoder.num_replicas must be greater than or equal to 1, got 0",
+    '{"num_replicas": 1, "place": 2}': "encoder.place must be a known key, got 'place'; known keys are num_stages, nu",
+}
+
+
+@pytest.mark.parametrize("value", ENCODERS)
+def test_where_a_record_or_a_word_is_possible_one_sentence_says_what_is_wrong(value):
+    asked = parse_json(value) if value.startswith("{") else value
+    with pytest.raises(ConfigError, match=rf"^omnibal\.pipeline\.{ENCODERS[value]}[^;]*$"):
+        read_config({"omnibal": {"pipeline": {"encoder": asked}}})
+
 
 UNREADABLE = {
     "nested": (b"[" * 100_000, "brackets nest too deeply"),

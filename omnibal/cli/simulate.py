@@ -117,7 +117,7 @@ def partition(
     # Any valid cut serves: the base plan only fixes limits, levels and layout, and the search replaces the partition.
     pipeline = {"partition": "uniform", "plan": None, "schedule": "1f1b"}
     base = present_plan(workspace, num_stages, limits=fixed, pipeline=pipeline)
-    if base.layout.has_units:
+    if base.layout.encoder is not None:
         raise ConfigError(
             f"layout must be one pipeline to search its partition, got {base.layout}; `omnibal plan` cuts both parts"
         )

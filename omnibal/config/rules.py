@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from omnibal.cluster import Layout, Precision
+from omnibal.cluster import Encoder, Layout, Precision
 from omnibal.config.section import LearningRates, OmnibalSection
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, choose_limits
@@ -175,11 +175,19 @@ def keys_of_plan(config: dict[str, Any], section: OmnibalSection, plan: Plan, pa
         values["train_batch_size",] = plan.micro_batches * plan.layout.num_replicas
     if section.pipeline.num_stages not in ("auto", plan.num_stages):  # auto is what the plan says
         values["omnibal", "pipeline", "num_stages"] = plan.num_stages
-    own, planned = section.pipeline.encoder, plan.layout.encoder
-    if own is not None and own.encoder != planned:  # left out, it is what the plan says
-        asked = None if planned is None else {"num_stages": planned.num_stages, "num_replicas": planned.num_replicas}
-        values["omnibal", "pipeline", "encoder"] = asked
+    own, planned = section.pipeline.encoder_on(plan.layout.num_devices), plan.layout.encoder
+    if own is not None and own != planned:  # left out, it is what the plan says
+        values["omnibal", "pipeline", "encoder"] = _encoder_key(planned)
     return values
+
+
+def _encoder_key(encoder: Encoder | None) -> dict[str, int] | str | None:
+    """``omnibal.pipeline.encoder`` of a ds_config that asks for this encoder."""
+    if encoder is None:
+        return None
+    if encoder.placement == "spread":
+        return "spread"
+    return {"num_stages": encoder.num_stages, "num_replicas": encoder.num_replicas}
 
 
 def layout_of(config: dict[str, Any], num_stages: int, num_replicas: int) -> Layout:

@@ -195,11 +195,13 @@ class PipelineSection(Section):
     num_stages: Count | Literal["auto"] = "auto"
     """``auto``: as many as the plan says; without a plan all processes form one pipeline. `omnibal plan` keeps to a
     number."""
-    encoder: EncoderSection | None = None
-    """Left out: the plan's, where a plan is named; else the encoder has the replicas of all other stages."""
+    encoder: EncoderSection | Literal["spread"] | None = None
+    """``spread``: all processes encode a share of a step's images, before the language model's pipeline and behind it.
+    Left out: the plan's, where a plan is named; else the encoder has the replicas of all other stages."""
     partition: Literal["uniform", "parameters"] | list[int] = "parameters"
     """A method, or the boundaries themselves: ``[0, 5, 14]`` gives stages of layers 0–4 and 5–13. A method cuts encoder
-    and language model apart where the encoder has devices of its own."""
+    and language model apart where the encoder has devices of its own, and the language model alone where the encoder is
+    spread; the layers of such an encoder are counted with the first stage."""
     recompute: Level | list[Level] = "none"
     """One level for all layers, or a list with one for each."""
     schedule: ScheduleName | Literal["auto"] = "auto"
@@ -208,6 +210,12 @@ class PipelineSection(Section):
     plan: Place | Literal["auto"] | None = None
     """A plan.json; it takes the place of ``partition``, ``recompute`` and the packing limits. ``auto``, which `omnibal
     plan --write` enters: the one in ``run.output``."""
+
+    def encoder_on(self, num_devices: int) -> Encoder | None:
+        """The encoder that is asked for in a run on so many devices."""
+        if isinstance(self.encoder, EncoderSection):
+            return self.encoder.encoder
+        return None if self.encoder is None else Encoder.on_all(num_devices)
 
 
 class LearningRates(Section):

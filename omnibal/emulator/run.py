@@ -48,7 +48,7 @@ class EmulationTask:
             raise ConfigError(
                 f"steps must be at least one, of {wanted} replicas and micro-batches, got {sorted(shapes)}"
             )
-        if self.plan.layout.has_units:
+        if self.plan.layout.encoder is not None:
             raise ConfigError(f"layout must be a pipeline to be emulated, got {self.plan.layout}")
         self.plan.known_cluster.check(self.plan.layout)
         if self.num_processes > MOST_PROCESSES:

@@ -286,7 +286,7 @@ class CheckpointedEngine(TableEngine):
         weights = {
             "partition": list(self.plan.partition.boundaries),
             "num_replicas": self._replicas(),
-            **({"encoder": "spread"} if self.resolved.layout.is_spread else {}),
+            "encoder": "spread" if self.resolved.layout.is_spread else None,
             "zero_stage": int(self.zero_optimization_stage()),
             "dtype": str(self.resolved.dtype),
             # which of DeepSpeed's optimizers holds the float32 copies of the weights

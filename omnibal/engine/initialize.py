@@ -210,9 +210,11 @@ def start(workspace: Workspace, model: Any, dataset: Any, own: UserOptimizer) ->
 def _resolve(workspace: Workspace, model: Any, own: UserOptimizer) -> tuple[ResolvedRun, DeepSpeedConfig]:
     resolved = resolve(workspace, model, dist.get_world_size())
     own.check(resolved.config)
-    if resolved.layout.has_units:
-        records, layout = resolved.vlm.records, resolved.layout
-        check_unit_run(resolved, partition_of(workspace.section, workspace.named_plan, records, layout))
+    layout = resolved.layout
+    if layout.encoder is not None:
+        partition = partition_of(workspace.section, workspace.named_plan, resolved.vlm.records, layout)
+        check_unit_run(resolved, partition)
+        check_spread_run(resolved, partition)
         check_batch(resolved.config, layout.num_replicas)
     return resolved, _deepspeed_config(resolved)
 
@@ -236,7 +238,7 @@ def _spare_weights(resolved: ResolvedRun, source: Weights | None) -> dict[str, T
 def _settled(resolved: ResolvedRun, config: DeepSpeedConfig | None, plan: Plan, total_steps: int) -> DeepSpeedConfig:
     """DeepSpeed's configuration of a run whose plan and number of steps are known."""
     check_unit_run(resolved, plan.partition)
-    check_spread_run(resolved, plan)
+    check_spread_run(resolved, plan.partition)
     if plan.runs_table:
         check_deferral(resolved.config)
     config = config or _deepspeed_config(resolved)

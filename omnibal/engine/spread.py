@@ -35,7 +35,7 @@ from omnibal.engine.resolve import ResolvedRun
 from omnibal.errors import ConfigError
 from omnibal.families.base import encoder_layers
 from omnibal.formats.collate import GRIDS
-from omnibal.plan import Plan
+from omnibal.pipeline.partition import Partition
 from omnibal.ranks import gather
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.measure import image_tokens_per_tile
@@ -162,7 +162,7 @@ def states_on_all_ranks() -> Iterator[None]:
         yield
 
 
-def check_spread_run(resolved: ResolvedRun, plan: Plan) -> None:
+def check_spread_run(resolved: ResolvedRun, partition: Partition) -> None:
     """Refuse what a spread encoder cannot run with; a layout without one passes."""
     layout, vlm, where = resolved.layout, resolved.vlm, "where the encoder is spread"
     if not layout.is_spread:
@@ -182,7 +182,7 @@ def check_spread_run(resolved: ResolvedRun, plan: Plan) -> None:
             raise ConfigError(
                 f"{key} must be left out {where}, got it; the encoder's gradients are summed on all ranks"
             )
-    first, stop = encoder_layers(vlm.records), plan.partition.boundaries[1]
+    first, stop = encoder_layers(vlm.records), partition.boundaries[1]
     if stop <= first:
         raise ConfigError(
             f"the first stage of the partition must end in the language model, which begins with layer {first}, "

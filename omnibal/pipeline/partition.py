@@ -97,20 +97,20 @@ def cut_parts(
     layout: Layout,
     cut: Callable[[Sequence[float], int], Sequence[int]] | None = None,
 ) -> Partition:
-    """Boundaries by a weight of each layer; encoder and language model each by itself where both have devices.
+    """Boundaries by a weight of each layer; encoder and language model each by itself where the encoder has a place.
 
-    ``cut`` makes boundaries of weights and a number of stages; by default `balanced_boundaries`.
+    ``cut`` makes boundaries of weights and a number of stages; by default `balanced_boundaries`. The layers of a spread
+    encoder, which has no stage, are counted with the first one.
     """
     cut = cut or balanced_boundaries
-    if not layout.has_units:
+    if layout.encoder is None:
         return Partition(cut(weights, layout.num_stages))
-    assert layout.encoder is not None, "units have one"
     border, own = encoder_layers(layers), layout.encoder.num_stages
     parts = (("encoder", weights[:border], own), ("language model", weights[border:], layout.num_stages - own))
     for name, part, num_stages in parts:
         if num_stages > len(part):
             raise ConfigError(f"stages of the {name} must be at most its {len(part)} layers, got {num_stages}")
-    first, behind = (cut(part, num_stages) for _, part, num_stages in parts)
+    first, behind = (cut(part, num_stages) if num_stages else (0,) for _, part, num_stages in parts)
     return Partition((*first, *(border + boundary for boundary in behind[1:])))
 
 

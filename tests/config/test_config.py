@@ -89,7 +89,7 @@ def test_section_is_split_from_what_deepspeed_reads(tmp_path):
             {"optimizer": {"weight_decay": "some"}},
             "omnibal.optimizer.weight_decay must be 'all' or 'matrices', got 'some'",
         ),
-        ([], "^omnibal must be a valid dictionary"),
+        ([], "^omnibal must be an object, got"),
     ],
 )
 def test_wrong_keys_and_values_are_named(section, message):

@@ -313,6 +313,20 @@ def train_units(config, steps):
     return {"losses": losses, "weights": weights_of(engine), "decoded": dataset.decoded}
 
 
+def spread_by_key(whole, apart, refused, folder):
+    """What runs give that differ in the placement of the encoder, and what is said to others."""
+    steps = whole["omnibal"]["run"]["max_steps"]
+    found = {"refused": early_refusals(refused), "whole": train_units(whole, steps)}
+    dataset = SmallDataset()
+    engine, *_ = initialize(config=apart, dataset=dataset)
+    losses = [engine.train_batch().item() for _ in range(steps)]
+    engine.save_checkpoint(Path(folder))
+    cut = changed(whole, "pipeline", partition=list(engine.module.parts))
+    pipeline, *_ = initialize(config=cut, dataset=dataset)
+    found["apart"] = {"losses": losses, "weights": weights_of(engine)}
+    return found | {"resumed": _refusal(lambda: pipeline.load_checkpoint(Path(folder)))}
+
+
 def train_and_save(configs, steps, folder):
     """Losses of each configuration's own data, and weights; a checkpoint of each goes into a folder of its number."""
     found = []

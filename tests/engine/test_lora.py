@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
+from omnibal.cluster import Encoder
 from omnibal.config import LoraSection
 from omnibal.engine.checkpoint import export
 from omnibal.errors import ConfigError
@@ -35,7 +36,8 @@ SETTINGS = {
     "gradient_clipping": CLIPPING,
 }
 PACKS = [[[0, 1], [2, 6], [4], [3, 5]]]  # the third one has no image
-# Of each family a configuration, LoRA's settings, what is frozen, where it is cut, and how it runs.
+# Of each family a configuration, LoRA's settings, what is frozen, where it is cut, and how it runs. The encoder of the
+# last one, which sends features to decoder blocks, is on both ranks.
 RUNS = {
     "internvl": (
         small_config("internvl"),
@@ -59,6 +61,7 @@ RUNS = {
         ("zero-bubble", ("none",)),
     ),
 }
+SPREAD = {"qwen3_vl": Encoder.on_all(2)}
 
 
 def case_of(family, folder):
@@ -76,6 +79,7 @@ def case_of(family, folder):
         extra=SETTINGS,
         frozen=frozen,
         lora=lora,
+        encoder=SPREAD.get(family),
     )
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from omnibal.cluster import Cluster, Encoder, Layout
-from omnibal.config import OmnibalSection, layout_of
+from omnibal.config import OmnibalSection, keys_of_plan, layout_of
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, paper_limits
 from omnibal.demo import write_demo
@@ -68,6 +68,52 @@ def test_the_encoders_own_devices_are_not_those_of_the_other_stages():
         layout(8, 6, encoder=encoder)
     with pytest.raises(ConfigError, match="encoder and LLM must divide each other, got 2 and 3"):
         layout(8, num_stages=3, encoder=encoder)
+
+
+def test_a_spread_encoder_is_on_all_processes_and_has_no_stage():
+    def layout(num_processes, num_layers=10, **pipeline):
+        asked = section(pipeline=pipeline | {"encoder": "spread"})
+        return Workspace({}, asked).layout_on(num_processes, "processes", num_layers)
+
+    assert layout(8, num_stages=4) == replace(layout_of({}, 4, 2), encoder=Encoder.on_all(8))
+    assert str(layout(8)) == "8 stages × 1 replica, encoder on all"
+    with pytest.raises(ConfigError, match="num_stages must divide the 8 processes, got 3"):
+        layout(8, num_stages=3)
+
+
+def test_methods_cut_the_language_model_alone_behind_a_spread_encoder(vlm):
+    border = encoder_layers(vlm.records)
+    layout = replace(layout_of({}, 2, 1), encoder=Encoder.on_all(2))
+    weights = [1] * border + [5, 1, 1, 1, 1]
+    for method, cut in ((None, (0, border + 1, NUM_LAYERS)), (lambda each, stages: (0, 2, 5), (0, border + 2, 10))):
+        assert cut_parts(vlm.records, weights, layout, method).boundaries == cut
+    too_many = replace(layout, num_stages=6, encoder=Encoder.on_all(6))
+    with pytest.raises(ConfigError, match="stages of the language model must be at most its 5 layers, got 6"):
+        cut_parts(vlm.records, weights, too_many)
+
+
+def test_a_plan_of_a_spread_encoder_is_of_as_many_devices_as_the_run(tmp_path, vlm):
+    path = tmp_path / "plan.json"
+    layout = replace(layout_of({}, 2, 2), encoder=Encoder.on_all(4))
+    plan = Plan(
+        PackLimits(5, 2000), 2, Partition((0, 7, NUM_LAYERS)), ("none",) * NUM_LAYERS, layout=layout,
+        cluster=Cluster.parse("4xA100-80GB"),
+    )  # fmt: skip
+    plan.save(path)
+    assert Plan.load(path) == plan
+    for asked in ({}, {"encoder": "spread"}):
+        workspace = Workspace({"gradient_accumulation_steps": 2}, section(pipeline={"plan": str(path), **asked}))
+        assert workspace.layout_on(4, "processes", NUM_LAYERS) == layout
+        assert workspace.resolve_plan(vlm.records, layout, LENGTHS) == plan
+        half = workspace.layout_on(2, "processes", NUM_LAYERS)
+        assert half == replace(layout_of({}, 2, 1), encoder=Encoder.on_all(2))
+        with pytest.raises(ConfigError, match="layout of the plan must be that of the run, num_replicas 1"):
+            workspace.resolve_plan(vlm.records, half, LENGTHS)
+    key = ("omnibal", "pipeline", "encoder")
+    assert key not in keys_of_plan({}, section(), plan, "auto")  # left out, it is what the plan says
+    assert keys_of_plan({}, section(pipeline={"encoder": {"num_replicas": 2}}), plan, "auto")[key] == "spread"
+    pipeline = replace(plan, layout=layout_of({}, 2, 2))
+    assert keys_of_plan({}, section(pipeline={"encoder": "spread"}), pipeline, "auto")[key] is None
 
 
 def test_methods_cut_encoder_and_language_model_apart(vlm):

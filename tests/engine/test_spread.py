@@ -14,7 +14,7 @@ from omnibal.engine.spread import check_spread_run
 from omnibal.errors import ConfigError
 from omnibal.vlm import load_model
 from tests.engine import test_families as families
-from tests.engine.cases import run_of
+from tests.engine.cases import changed, run_of, settings
 from tests.engine.launch import launch
 from tests.engine.small import Case, names_of, plain_gradients, plain_training, save_small_model, small_samples
 from tests.engine.test_units import (
@@ -44,117 +44,114 @@ def spread(boundaries, packs, **more):
 
 
 FROZEN = {"frozen": ("vision", "projector")}
+TEXTS = [[[1], [4, 7]]]  # of samples without an image
+# A covering design: each setting in several cases, and with each shape of two and four processes once.
 CASES = {
     2: {
         "2 stages": (spread((0, 7, 10), EMPTY_ONE), EXACT),
-        "2 stages, kept": (spread((0, 6, 10), ONE, schedule="zero-bubble", recompute=("none",)), EXACT),
-        "2 stages, ZeRO 1": (spread((0, 7, 10), ONE, zero_stage=1, schedule="zero-bubble-lean"), EXACT),
+        "2 stages, kept": (
+            spread((0, 6, 10), ONE, zero_stage=1, schedule="zero-bubble-lean", recompute=("none",)), EXACT,
+        ),
         "2 stages, bf16": (spread((0, 7, 10), ONE, zero_stage=1, extra=BFLOAT16), ROUNDED),
-        "2 stages, tied": (spread((0, 7, 10), EMPTY_ONE, zero_stage=1, model="tied"), EXACT),
+        "2 stages, no image anywhere": (spread((0, 7, 10), TEXTS, zero_stage=1), EXACT),
         "2 stages, frozen ViT": (spread((0, 7, 10), ONE, zero_stage=1, frozen=("vision",)), EXACT),
-        "2 stages, frozen encoder": (spread((0, 7, 10), ONE, **FROZEN), EXACT),
-        "2 stages, frozen encoder, ZeRO 1": (spread((0, 7, 10), ONE, zero_stage=1, **FROZEN), EXACT),
+        "2 stages, frozen encoder": (spread((0, 7, 10), EMPTY_ONE, zero_stage=1, **FROZEN), EXACT),
         "2 stages, frozen LLM": (spread((0, 7, 10), EMPTY_ONE, zero_stage=1, frozen=LANGUAGE), EXACT),
         "2 replicas": (spread((0, 10), EMPTY_TWO), EXACT),
-        "2 replicas, ZeRO 1": (spread((0, 10), TWO, zero_stage=1), EXACT),
     },
     4: {
-        "2 × 2": (spread((0, 7, 10), EMPTY_TWO), EXACT),
-        "2 × 2, ZeRO 1": (spread((0, 7, 10), TWO, zero_stage=1, schedule="zero-bubble"), EXACT),
-        "2 × 2, bf16": (spread((0, 7, 10), EMPTY_TWO, zero_stage=1, extra=BFLOAT16, schedule="zero-bubble"), ROUNDED),
-        "2 × 2, bf16, ZeRO 0": (spread((0, 7, 10), TWO, extra=BFLOAT16), ROUNDED),
+        "2 × 2": (spread((0, 7, 10), EMPTY_TWO, schedule="zero-bubble"), EXACT),
         "2 × 2, tied": (spread((0, 7, 10), TWO, zero_stage=1, model="tied"), EXACT),
+        "2 × 2, bf16, ZeRO 0": (spread((0, 7, 10), TWO, extra=BFLOAT16), ROUNDED),
         "2 × 2, frozen LLM": (spread((0, 7, 10), TWO, frozen=LANGUAGE), EXACT),
     },
+}  # fmt: skip
+CLIPPED = {"optimizer": {"type": "AdamW", "params": ADAM | {"torch_adam": True}}, "gradient_clipping": CLIPPING}
+TRAINED = {
+    2: [
+        spread((0, 7, 10), ONE, zero_stage=1, extra=CLIPPED),
+        spread((0, 10), TWO, extra=CLIPPED | {"gradient_clipping": 0.0}),
+    ],
+    4: [
+        spread((0, 7, 10), TWO, zero_stage=1, extra=CLIPPED),
+        spread((0, 7, 10), TWO, zero_stage=1, extra=CLIPPED | BFLOAT16),
+    ],
 }
+SHARED = [
+    spread((0, 7, 10), TWO, zero_stage=1, extra=extra) for extra in ({}, BFLOAT16)
+]  # two of DeepSpeed's optimizers
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    save_small_model(folder, tied=False)
-    return folder
+def models(tmp_path_factory):
+    found = {name: tmp_path_factory.mktemp(name) for name in ("model", "tied")}
+    for name, folder in found.items():
+        save_small_model(folder, tied=name == "tied")
+    return found
 
 
 @pytest.fixture(scope="module")
-def tied(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tied")
-    save_small_model(folder, tied=True)
-    return folder
+def model(models):
+    return models["model"]
 
 
 @pytest.mark.parametrize("num_processes", [*CASES])
-def test_one_step_equals_plain_transformers(num_processes, model, tied):
-    plain = {str(folder): plain_gradients(folder, small_samples()) for folder in (model, tied)}
+def test_one_step_equals_plain_transformers(num_processes, models):
+    samples = small_samples()
     cases = {
-        name: (replace(case, model=str(tied if case.model else model)), near)
+        name: (replace(case, model=str(models[case.model or "model"])), near)
         for name, (case, near) in CASES[num_processes].items()
     }
     by_rank = launch(num_processes, "tests.engine.cases:one_step", [case for case, _ in cases.values()])
     for number, (name, (case, near)) in enumerate(cases.items()):
-        results, (loss, gradients) = [result[number] for result in by_rank], plain[case.model]
-        assert {result["samples"] for result in results} == {8}
+        used = [samples[index] for packs in case.packs for pack in packs for index in pack]
+        results, (loss, gradients) = [result[number] for result in by_rank], plain_gradients(case.model, used)
+        assert {result["samples"] for result in results} == {len(used)}
         assert [result["loss"] for result in results] == pytest.approx([loss] * num_processes, rel=near["rtol"] / 20)
         trained = gradients.keys() - names_of(case.model, case.frozen)
         assert set().union(*(result["gradients"] for result in results)) == trained, name
         for result in results:
             for weight, gradient in result["gradients"].items():
-                torch.testing.assert_close(gradient, gradients[weight], **near, msg=f"{weight} differs in {name}")
+                expected = torch.zeros_like(gradient) if gradients[weight] is None else gradients[weight]
+                torch.testing.assert_close(gradient, expected, **near, msg=f"{weight} differs in {name}")
 
 
-@pytest.mark.parametrize("num_processes", [2, 4])
-def test_training_equals_plain_transformers(num_processes, model):
-    optimizer = {"type": "AdamW", "params": ADAM | {"torch_adam": True}}
+@pytest.mark.parametrize("num_processes", [*TRAINED])
+def test_training_equals_plain_transformers_and_a_resumed_run_every_bit_of_one_that_went_on(
+    num_processes, model, tmp_path
+):
     plain = {
         clipping: plain_training(
             model, small_samples(), make_optimizer=partial(torch.optim.AdamW, **ADAM), clipping=clipping or 1e9,
             make_scheduler=partial(torch.optim.lr_scheduler.ConstantLR, factor=1), steps=STEPS,
         )
-        for clipping in (0.0, CLIPPING)
+        for clipping in {case.extra["gradient_clipping"] for case in TRAINED[num_processes]}
     }  # fmt: skip
     assert min(plain[CLIPPING][1]) > 2 * CLIPPING  # every step is clipped
-    shapes = {2: [((0, 7, 10), ONE), ((0, 10), TWO)], 4: [((0, 7, 10), TWO)]}[num_processes]
-    cases = [
-        spread(*shape, model=str(model), zero_stage=zero_stage, steps=STEPS,
-               extra={"optimizer": optimizer, "gradient_clipping": clipping})
-        for shape in shapes
-        for zero_stage, clipping in ((0, 0.0), (1, CLIPPING))
-    ]  # fmt: skip
-    for results in launch(num_processes, "tests.engine.cases:several_steps", cases):
-        for case, result in zip(cases, results, strict=True):
-            losses, norms, weights = plain[case.extra["gradient_clipping"]]
-            assert result["losses"] == pytest.approx(losses, rel=1e-4)
-            assert result["norms"] == (pytest.approx(norms, rel=1e-3) if case.zero_stage else [None] * STEPS)
-            assert result["weights"]
-            for name, weight in result["weights"].items():
-                torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5, msg=name)
-
-
-@pytest.mark.parametrize("num_processes", [2, 4])
-def test_a_resumed_run_has_every_bit_of_one_that_went_on(num_processes, model, tmp_path):
-    optimizer = {"type": "AdamW", "params": ADAM | {"torch_adam": True}}
-    shapes = {2: [((0, 7, 10), ONE), ((0, 10), TWO)], 4: [((0, 7, 10), TWO)]}[num_processes]
-    kinds = {0: {"gradient_clipping": 0.0}, 1: {"gradient_clipping": CLIPPING} | BFLOAT16}
-    cases = [
-        spread(*shape, model=str(model), zero_stage=zero_stage, steps=STEPS, extra={"optimizer": optimizer} | extra)
-        for shape in shapes
-        for zero_stage, extra in kinds.items()
-    ]
+    cases = [replace(case, model=str(model), steps=STEPS) for case in TRAINED[num_processes]]
     for results in launch(num_processes, "tests.engine.cases:steps_with_a_resume", cases, str(tmp_path)):
-        for whole, resumed in results:
+        for case, (whole, resumed) in zip(cases, results, strict=True):
             assert resumed["losses"] == whole["losses"][-1:]
             assert resumed["norms"] == whole["norms"][-1:]
             assert all(torch.equal(weight, whole["weights"][name]) for name, weight in resumed["weights"].items())
             assert resumed["weights"].keys() == whole["weights"].keys() != set()
+            losses, norms, weights = plain[case.extra["gradient_clipping"]]
+            is_exact = "bf16" not in case.extra
+            assert whole["losses"] == pytest.approx(losses, rel=1e-4 if is_exact else 0.02)
+            assert whole["norms"] == (
+                pytest.approx(norms, rel=1e-3 if is_exact else 0.1) if case.zero_stage else [None] * STEPS
+            )
+            for name, weight in whole["weights"].items() if is_exact else ():
+                torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5, msg=name)
 
 
 def test_every_kind_of_encoder_trains_as_plain_transformers(tmp_path):
     cases, expected = [], []
-    for family in ("llava", "qwen2_5_vl", "qwen3_vl"):  # tiles; images of any size; features for decoder layers as well
+    for family in ("llava", "qwen2_5_vl"):  # tiles; images of any size. Deep-stack features: see test_lora.
         folder = tmp_path / family
         plain_family_model(small_config(family)).save_pretrained(folder)
         kinds = [record.kind for record in load_model(folder).records]
-        cut = kinds.index("decoder_block") + 1  # a deep-stack feature crosses it
+        cut = kinds.index("decoder_block") + 1
         more = {"schedule": "zero-bubble", "zero_stage": 1, "steps": STEPS, "extra": families.SETTINGS}
         cases.append(spread((0, cut, len(kinds)), families.PACKS, model=str(folder), **more))
         samples = [family_samples(family)] * STEPS
@@ -169,9 +166,7 @@ def test_every_kind_of_encoder_trains_as_plain_transformers(tmp_path):
 
 
 def test_all_ranks_share_the_optimizer_state_of_the_encoder(model):
-    cases = [
-        spread((0, 7, 10), TWO, model=str(model), zero_stage=1, extra=extra) for extra in ({}, BFLOAT16)
-    ]  # in float32 and bfloat16 by two of DeepSpeed's optimizers
+    cases = [replace(case, model=str(model)) for case in SHARED]
     records = load_model(model).records
     encoder, first, last = (
         sum(record.trainable_parameters(()) for record in part) for part in (records[:5], records[5:7], records[7:])
@@ -196,6 +191,27 @@ def test_it_is_evaluated_and_exported_as_the_pipeline_is(model, tmp_path):
     assert all(torch.equal(exported[name], weight) for name, weight in trained.items())
 
 
+def test_a_key_of_the_ds_config_spreads_the_encoder_of_a_run_on_a_dataset(model, tmp_path):
+    config = changed(settings(model, num_stages=2), "run", max_steps=STEPS)
+    apart = changed(config, "pipeline", encoder="spread")
+    refused = [
+        (apart | {"prescale_gradients": True}, "prescale_gradients must be left out where the encoder is spread"),
+        (changed(apart, "pipeline", partition=[0, 3, 10]), "the first stage of the partition must end in the language "
+         "model, which begins with layer 5, where the encoder is spread, got an end before layer 3"),
+    ]  # fmt: skip
+    by_rank = launch(2, "tests.engine.cases:spread_by_key", config, apart, [each for each, _ in refused], str(tmp_path))
+    for result in by_rank:
+        assert result["apart"]["losses"] == pytest.approx(result["whole"]["losses"], rel=1e-4)
+        for said, (_, message) in zip(result["refused"], refused, strict=True):
+            assert message in said
+        assert re.search(r"encoder must be that of the checkpoint .* \(spread\) to resume, got None", result["resumed"])
+    weights = by_rank[0]["whole"]["weights"] | by_rank[1]["whole"]["weights"]
+    for result in by_rank:
+        assert {name for name in weights if "vision" in name} < result["apart"]["weights"].keys()
+        for name, weight in result["apart"]["weights"].items():
+            torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5, msg=name)
+
+
 REFUSED = {
     "num_tensor must be 1 where the encoder is spread": {"tensor": 2},
     "zero_optimization.contiguous_gradients must be left out": {
@@ -214,9 +230,8 @@ def test_what_a_spread_encoder_cannot_run_with_is_refused(message, model):
     asked = REFUSED[message]
     case = spread(asked.get("boundaries", (0, 7, 10)), ONE, model=str(model), extra=asked.get("extra", {}))
     resolved, plan = run_of(case, num_replicas=1)
-    check_spread_run(*run_of(spread((0, 7, 10), ONE, model=str(model)), num_replicas=1))
     if "tensor" in asked:
         layout = replace(resolved.layout, num_tensor=2, encoder=Encoder(0, 4, placement="spread"))
         resolved = replace(resolved, layout=layout)
     with pytest.raises(ConfigError, match=re.escape(message)):
-        check_spread_run(resolved, plan)
+        check_spread_run(resolved, plan.partition)

@@ -26,10 +26,10 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def by_rank(model, tmp_path_factory):
-    """Two stages and two replicas; one stage and four."""
+    """Two stages and two replicas; one stage and four, and the encoder on all ranks."""
     configs = []
-    for num_stages in (2, 1):
-        config = settings(model, num_stages=num_stages)
+    for num_stages, encoder in ((2, None), (1, "spread")):
+        config = changed(settings(model, num_stages=num_stages), "pipeline", encoder=encoder)
         config = changed(config, "packing", method="balanced", vision_units=4, llm_tokens=48)
         config = changed(config, "data", mixture=MIXTURE)
         configs.append(changed(config, "run", max_steps=LAST_STEP))
