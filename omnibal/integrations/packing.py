@@ -17,6 +17,7 @@ from torch import Tensor
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError, DataError
 from omnibal.formats.collate import IGNORED, Positions, mrope_positions
+from omnibal.integrations.leaks import compare
 from omnibal.integrations.loading import Loads, PackItems, PlannedLoads
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
@@ -36,9 +37,6 @@ WHY_LEFT_OUT: Final = MappingProxyType(
 )
 """Fields that packs cannot have, whether the model names them or not, and why."""
 CHECKED_TOKENS: Final = 8
-# How far a pack's logits may be from those of its samples alone, in 32 bits and more, and in 16 bits.
-EXACT: Final = 1e-3
-ROUNDED: Final = 0.05
 
 
 def positions_of(config: Any, *, packed: bool = True) -> Positions | None:
@@ -255,23 +253,13 @@ def check_packed(
     The model is wrapped if it is trained so: where layers gather their weights from other ranks, all ranks check the
     same items at the same time. ``rounded``: it computes in 16 bits whatever its logits come in, as under autocast.
     """
-    device = device or next(model.parameters()).device
-    were_training = [module for module in model.modules() if module.training]  # a frozen ViT may not be
-    model.eval()
-    try:
-        with torch.no_grad():
-            samples = [collator.sample(item) for item in items]
-            alone = torch.cat([_logits(model, _plain(sample), device) for sample in samples])
-            packed = _logits(model, collator.pack(samples), device)
-    finally:
-        for module in were_training:
-            module.training = True
-    error = float((packed - alone).float().norm() / alone.float().norm())
-    if not error <= (ROUNDED if rounded or alone.dtype.itemsize < torch.float32.itemsize else EXACT):
+    samples = [collator.sample(item) for item in items]
+    alone, packed = [_plain(sample) for sample in samples], collator.pack(samples)
+    found = compare(model, alone, packed, device=device, rounded=rounded, isolation=False)
+    if not found.is_exact:
         raise ConfigError(
-            f"packed samples must get the logits that they get alone, got an error of {error:.1%}; "
-            "this model's attention lets samples of a pack see each other: it cannot train on packs, but "
-            "balance(..., padded=True) trains it on balanced batches with padding"
+            f"packed samples must get the logits that they get alone, got {found.found}; it "
+            "cannot train on such packs, but balance(..., padded=True) trains it on balanced batches with padding"
         )
 
 
@@ -292,10 +280,3 @@ def _plain(sample: Mapping[str, Tensor]) -> dict[str, Any]:
     """The sample as the model takes it without any packing."""
     rows = {name: value[None] for name, value in sample.items() if name in PER_TOKEN}
     return rows | _images([sample]) | {"attention_mask": torch.ones_like(rows["input_ids"])}
-
-
-def _logits(model: torch.nn.Module, inputs: Mapping[str, Any], device: torch.device) -> Tensor:
-    sent = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
-    del sent["labels"]
-    logits: Tensor = model(**sent)["logits"][0]
-    return logits

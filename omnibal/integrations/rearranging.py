@@ -245,6 +245,15 @@ def blank_image(model: Any) -> dict[str, Tensor]:
     return blank
 
 
+def image_tokens(model: Any, images: Mapping[str, Tensor]) -> int:
+    """How many tokens of the language model stand for some images."""
+    if not images:
+        return 0
+    with torch.no_grad():
+        encoded = model.model.get_image_features(**as_one_row(images))
+    return len(_joined(encoded.pooler_output))
+
+
 def _taken_of_images(model: Any) -> dict[str, Parameter]:
     """Arguments of a model's encoder, tensors and settings."""
     parameters = signature(model.model.get_image_features).parameters

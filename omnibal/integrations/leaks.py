@@ -1,0 +1,441 @@
+"""Proves that the samples of a pack do not change each other, or names the layers that let something across.
+
+A pack is one row of several samples. What leaks in it raises no error: attention that sees the sample before, the state
+of a recurrence or a convolution that is not reset, positions that go on counting. Three proofs are made:
+
+1. **Isolation.** The pack is run again with other contents in one of its samples. At every module's inputs and outputs
+   the rows of all other samples must stay as they were. Where they do not, the module is named, and gets the rows that
+   it should have got, so that modules behind it are judged by themselves.
+2. **Logits** are those of each sample alone. Wrong positions change nothing under 1, and show here.
+3. **Gradients** of the pack are the sum of the samples' alone: a backward pass may leak where no forward pass does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from omnibal.errors import ConfigError
+
+EXACT: Final = 1e-3
+"""How far logits and gradients of a pack may be from its samples' alone, as a share of their norm, in 32 bits."""
+ROUNDED: Final = 0.05
+"""The same in 16 bits."""
+# Steps of a dtype between two runs with equal shapes. They are 0 but in mixtures of experts, whose products then have
+# other shapes.
+NOISE_STEPS: Final = 256
+KINDS: Final = (  # parts of class names, in this order, and what they are
+    (("rotary", "position"), "positions"),
+    (("delta", "mamba", "ssm", "recurrent", "lightning", "linearatt", "rwkv", "mixer"), "recurrent state"),
+    (("conv",), "convolution"),
+    (("router", "expert", "moe"), "experts"),
+    (("attention", "attn"), "attention"),
+)
+SORTED: Final = "experts"
+"""Part of the class names of modules that sort rows by expert: what their parts compute stands in no sample's order."""
+REMEDIES: Final = {
+    "attention": "give position_ids that restart at each sample, no attention_mask and use_cache=False, or sequence "
+    "bounds to flash attention; a model whose images see each other's tokens needs a mask of samples",
+    "recurrent state": "reset the state, and the convolution before it, at each sample: pass cu_seqlens and seq_idx to "
+    "the kernels, or train on padded rows",
+    "convolution": "pad each sample by itself: pass seq_idx to the kernel, or train on padded rows",
+    "positions": "let position_ids restart at each sample, in every row of them",
+    "experts": "route each token by itself: no capacity per batch",
+    "other": "train on padded rows",
+}
+
+
+class Leak(NamedTuple):
+    """A module that lets something across from one sample to another."""
+
+    module: str
+    """Dotted name in the model; empty for the model's own forward method."""
+    class_name: str
+    kind: str
+    """``attention``, ``recurrent state``, ``convolution``, ``positions``, ``experts`` or ``other``."""
+    error: float
+    """Largest change of a row of another sample, as a share of the mean row's norm."""
+
+    def __str__(self) -> str:
+        return f"{self.module or 'the model'} ({self.class_name}, {self.kind}): {self.error:.1%}"
+
+
+@dataclass(frozen=True)
+class PackingCheck:
+    """What a check of a model's packs found."""
+
+    leaks: tuple[Leak, ...]
+    """Modules that leak, in the order in which they run."""
+    logits_error: float
+    """Distance of a pack's logits from its samples' alone, as a share of their norm."""
+    gradients_error: float | None
+    """The same for the gradients of weights; None where they were not checked."""
+    tolerance: float
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether packs of the model compute what its samples alone do."""
+        errors = (self.logits_error, self.gradients_error or 0.0)
+        return not self.leaks and all(error <= self.tolerance for error in errors)
+
+    @property
+    def remedies(self) -> tuple[str, ...]:
+        """What helps against each kind of leak."""
+        return tuple(f"{kind}: {REMEDIES[kind]}" for kind in dict.fromkeys(leak.kind for leak in self.leaks))
+
+    @property
+    def found(self) -> str:
+        """The errors, and the modules that leak, in words."""
+        gradients = "" if self.gradients_error is None else f", gradients by {self.gradients_error:.2g}"
+        errors = f"logits that differ from the samples' alone by {self.logits_error:.2g}{gradients}"
+        if self.is_exact:
+            return errors
+        through = "; ".join(_shortened(self.leaks)) or "a backward pass, and no module of the forward pass"
+        return f"{errors}, through {through}"
+
+    def __str__(self) -> str:
+        return f"{'packs are exact' if self.is_exact else 'packs leak'}: {self.found}"
+
+    def require(self) -> None:
+        """Raise a ConfigError that names the layers, unless packs are exact."""
+        if not self.is_exact:
+            raise ConfigError(
+                f"samples of a pack must not change each other, got {self.found}; {'; '.join(self.remedies)}"
+            )
+
+
+def _shortened(leaks: Sequence[Leak]) -> list[str]:
+    """One entry for all modules of a class: the worst, and how many more there are."""
+    by_class: dict[str, list[Leak]] = {}
+    for leak in leaks:
+        by_class.setdefault(leak.class_name, []).append(leak)
+    return [
+        f"{max(found, key=lambda leak: leak.error)}" + (f" and {len(found) - 1} more" if found[1:] else "")
+        for found in by_class.values()
+    ]
+
+
+def compare(
+    model: nn.Module,
+    alone: Sequence[Mapping[str, Any]],
+    packed: Mapping[str, Any],
+    *,
+    device: torch.device | None = None,
+    rounded: bool = False,
+    isolation: bool = True,
+    gradients: bool = False,
+) -> PackingCheck:
+    """Compare a pack with its samples alone, in the order in which they stand in it.
+
+    Args:
+        alone: The model's inputs of each sample by itself.
+        packed: The model's inputs of the pack.
+        rounded: Whether the model computes in 16 bits whatever its logits come in, as under autocast.
+        isolation: Whether leaks are looked for where the logits agree; they always are where these do not.
+        gradients: Whether gradients are compared: the model must not be wrapped in ZeRO 3 or FSDP then.
+    """
+    device = device or next(model.parameters()).device
+    samples = [_sent(each, device) for each in alone]
+    pack = _sent(packed, device)
+    _check_rows(samples, pack)
+    with _evaluated(model):
+        seen = _Seen(model)
+        with torch.no_grad():
+            expected = [seen.run(sample, number) for number, sample in enumerate(samples)]
+            found = seen.run(pack)
+        tolerance = ROUNDED if rounded or found.dtype.itemsize < torch.float32.itemsize else EXACT
+        error = _distance(found, torch.cat(expected))
+        leaks: dict[str, Leak] = {}
+        if isolation or not error <= tolerance:
+            with torch.no_grad():
+                bounds = [0, *accumulate(len(each) for each in expected)]
+                for number, (start, stop) in enumerate(pairwise(bounds)):
+                    seen.run_changed(_changed(model, pack, samples, number), number, slice(start, stop), leaks)
+                if not leaks and not error <= tolerance:  # the same rows in each pack, and yet others than alone
+                    seen.run_as_alone(samples, pack, leaks, tolerance)
+        of_weights = _gradients_error(model, samples, pack) if gradients else None
+    order = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    in_order = sorted(leaks.values(), key=lambda leak: order[leak.module])
+    return PackingCheck(tuple(in_order), error, of_weights, tolerance)
+
+
+@contextmanager
+def _evaluated(model: nn.Module) -> Iterator[None]:
+    """Without dropout; every part of the model is in its own mode again behind it: a frozen ViT may not be training."""
+    were_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in were_training:
+            module.training = True
+
+
+def _sent(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    return {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+        if name != "labels"
+    }
+
+
+def _check_rows(samples: Sequence[Mapping[str, Any]], pack: Mapping[str, Any]) -> None:
+    ids, expected = pack["input_ids"], torch.cat([sample["input_ids"] for sample in samples], dim=1)
+    if len(samples) < 2:
+        raise ConfigError(f"items must be two samples or more to check packs with, got {len(samples)}")
+    if ids.shape != expected.shape or not bool((ids == expected).all()):
+        raise ConfigError(
+            f"collate must lay the tokens of its items one after another in one row of {expected.shape[1]}, got "
+            f"input_ids of shape {tuple(ids.shape)}"
+        )
+
+
+def _changed(model: Any, pack: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any]:
+    """The pack with other words and pixels in one sample, in the same places."""
+    changed = dict(pack)
+    for name, value in pack.items():
+        shapes = [sample[name].shape for sample in samples if isinstance(sample.get(name), Tensor)]
+        if not isinstance(value, Tensor) or not (name == "input_ids" or value.is_floating_point()):
+            continue
+        have = [isinstance(sample.get(name), Tensor) for sample in samples]
+        rows = _rows(shapes, value.shape)
+        if rows is None or not have[number]:
+            continue
+        dim, bounds = rows
+        start, stop = bounds[sum(have[:number])], bounds[sum(have[:number]) + 1]
+        own = value.narrow(dim, start, stop - start)
+        other = _other_words(model, own) if name == "input_ids" else -own.flip(-1)
+        changed[name] = value.clone()
+        changed[name].narrow(dim, start, stop - start).copy_(other)
+    return changed
+
+
+def _other_words(model: Any, ids: Tensor) -> Tensor:
+    """Each word's next one in the list of words that stand for nothing special."""
+    # A wrapper's configuration is its own.
+    configs = (getattr(module, "config", None) for module in model.modules())
+    words = plain_words(next(each for each in configs if hasattr(each, "get_text_config"))).to(ids.device)
+    places = torch.searchsorted(words, ids).clamp(max=len(words) - 1)
+    is_word = words[places] == ids
+    return torch.where(is_word, words[(places + 1) % len(words)], ids)
+
+
+def plain_words(config: Any) -> Tensor:
+    """Token ids of a model that stand for no image, mark or end, in order."""
+    special = {value for name, value in config.to_dict().items() if name.endswith(("token_id", "token_index"))}
+    special |= {value for name, value in config.get_text_config().to_dict().items() if name.endswith("token_id")}
+    return torch.tensor([word for word in range(config.get_text_config().vocab_size) if word not in special])
+
+
+def _rows(shapes: Sequence[torch.Size], packed: torch.Size) -> tuple[int, list[int]] | None:
+    """The dimension in which tensors of samples lie one after another in a pack's, and their bounds; None: in none."""
+    if not shapes or any(len(shape) != len(packed) for shape in shapes):
+        return None
+    for dim, size in enumerate(packed):
+        sizes = [shape[dim] for shape in shapes]
+        rest = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+        if sum(sizes) == size and rest == {(*packed[:dim], *packed[dim + 1 :])}:
+            return dim, list(accumulate(sizes, initial=0))
+    return None
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).float().norm() / expected.float().norm())
+
+
+Place = tuple[str, int, bool, tuple[Any, ...]]
+"""A tensor in a pass: module, how often it ran before, whether it goes in, and where it stands in the arguments."""
+Look = Callable[[Place, Tensor], Tensor]
+
+
+@dataclass
+class _Seen:
+    """Tensors that go into and come out of a model's modules."""
+
+    model: Any
+    _shapes: dict[Place, dict[int, torch.Size]] = field(default_factory=dict)  # of each sample alone
+    _base: dict[Place, Tensor] = field(default_factory=dict)  # of the pack
+    _logits: Tensor = field(init=False)  # of the pack
+
+    def run(self, inputs: Mapping[str, Any], sample: int | None = None) -> Tensor:
+        """Logits (tokens, words) of a sample, whose shapes are kept, or of the pack, whose tensors are."""
+
+        def look(place: Place, tensor: Tensor) -> Tensor:
+            if sample is None:
+                self._base[place] = tensor.clone()  # what comes may change it in place
+            else:
+                self._shapes.setdefault(place, {})[sample] = tensor.shape
+            return tensor
+
+        logits = self._run(inputs, look)
+        if sample is None:
+            self._logits = logits
+        return logits
+
+    def run_changed(self, inputs: Mapping[str, Any], changed: int, rows: slice, leaks: dict[str, Leak]) -> None:
+        """Find modules in which the pack's other samples do not stay as they were, if their logits do not.
+
+        ``rows`` of the logits are those of the sample that has changed.
+        """
+        differences = (self.model(**inputs)["logits"][0] - self._logits).float().norm(dim=1)
+        differences[rows] = 0
+        scale = self._logits.float().norm(dim=1).mean()
+        if differences.max() <= NOISE_STEPS * torch.finfo(self._logits.dtype).eps * scale:
+            return
+
+        def look(place: Place, tensor: Tensor) -> Tensor:
+            base, shapes = self._base.get(place), self._shapes.get(place, {})
+            rows = None if base is None or base.shape != tensor.shape else _rows([*shapes.values()], tensor.shape)
+            if base is None or rows is None:
+                return tensor
+            dim, bounds = rows
+            others = torch.ones(tensor.shape[dim], dtype=torch.bool, device=tensor.device)
+            for sample, (start, stop) in zip(shapes, pairwise(bounds), strict=True):
+                others[start:stop] = sample != changed
+            noise = NOISE_STEPS * torch.finfo(tensor.dtype).eps
+            return self._judged(place, tensor, base, dim, others, noise, leaks)
+
+        self._run(inputs, look)
+
+    def run_as_alone(
+        self, samples: Sequence[Mapping[str, Any]], pack: Mapping[str, Any], leaks: dict[str, Leak], tolerance: float
+    ) -> None:
+        """Find modules that give the pack other rows than its samples alone."""
+        alone: dict[Place, list[Tensor]] = {}
+        for sample in samples:
+            self._run(sample, partial(_kept, alone))
+
+        def look(place: Place, tensor: Tensor) -> Tensor:
+            parts = alone.get(place, [])
+            rows = _rows([part.shape for part in parts], tensor.shape)
+            if rows is None:
+                return tensor
+            everywhere = torch.ones(tensor.shape[rows[0]], dtype=torch.bool, device=tensor.device)
+            return self._judged(place, tensor, torch.cat(parts, rows[0]), rows[0], everywhere, tolerance, leaks)
+
+        self._run(pack, look)
+
+    def _judged(
+        self,
+        place: Place,
+        tensor: Tensor,
+        right: Tensor,
+        dim: int,
+        judged: Tensor,
+        noise: float,
+        leaks: dict[str, Leak],
+    ) -> Tensor:
+        """The tensor with the right rows, where those that are judged differ by more than noise."""
+        differences = (tensor - right).float().movedim(dim, 0).flatten(1).norm(dim=1)
+        scale = right.float().movedim(dim, 0).flatten(1).norm(dim=1).mean()
+        error = float((differences * judged).max() / scale) if scale > 0 else 0.0
+        if not error > noise:
+            return tensor
+        name, _, goes_in, _ = place
+        # A module's input is made by the module around it, from what the modules before it gave.
+        leaking = name.rpartition(".")[0] if goes_in else name
+        if leaking not in leaks or leaks[leaking].error < error:
+            class_name = type(self.model.get_submodule(leaking)).__name__
+            leaks[leaking] = Leak(leaking, class_name, _kind(leaking, class_name), error)
+        shape = [-1 if each == dim else 1 for each in range(tensor.dim())]
+        return torch.where(judged.view(shape), right, tensor)
+
+    def _run(self, inputs: Mapping[str, Any], look: Look) -> Tensor:
+        calls = Counter[str]()
+
+        def before(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            calls[name] += 1
+            return _mapped((args, kwargs), partial(_looked_at, look, name, calls[name], True))
+
+        def behind(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            return _mapped(output, partial(_looked_at, look, name, calls[name], False))
+
+        modules = dict(self.model.named_modules())
+        sorting = tuple(f"{name}." for name, module in modules.items() if SORTED in type(module).__name__.lower())
+        with ExitStack() as hooks:
+            for name, module in modules.items():
+                if name and not name.startswith(sorting):
+                    pre = module.register_forward_pre_hook(partial(before, name), with_kwargs=True)
+                    post = module.register_forward_hook(partial(behind, name), with_kwargs=True)
+                    hooks.callback(pre.remove)
+                    hooks.callback(post.remove)
+            logits: Tensor = self.model(**inputs)["logits"][0]
+        return logits
+
+
+def _kept(kept: dict[Place, list[Tensor]], place: Place, tensor: Tensor) -> Tensor:
+    kept.setdefault(place, []).append(tensor.clone())  # what comes may change it in place
+    return tensor
+
+
+def _looked_at(look: Look, name: str, call: int, goes_in: bool, path: tuple[Any, ...], tensor: Tensor) -> Tensor:
+    return look((name, call, goes_in, path), tensor) if tensor.is_floating_point() else tensor
+
+
+def _mapped(value: Any, change: Callable[[tuple[Any, ...], Tensor], Tensor], path: tuple[Any, ...] = ()) -> Any:
+    """Arguments or outputs with their tensors changed; what holds no other tensor stays the same object."""
+    if isinstance(value, Tensor):
+        return change(path, value)
+    if isinstance(value, Mapping):
+        items = {key: _mapped(each, change, (*path, key)) for key, each in value.items()}
+        if all(items[key] is value[key] for key in items):
+            return value
+        changed = copy.copy(value)  # transformers' ModelOutput among them
+        for key, each in items.items():
+            changed[key] = each  # type: ignore[index]
+        return changed
+    if type(value) in (tuple, list):
+        found = [_mapped(each, change, (*path, place)) for place, each in enumerate(value)]
+        same = all(one is other for one, other in zip(found, value, strict=True))
+        return value if same else type(value)(found)
+    return value
+
+
+def _kind(name: str, class_name: str) -> str:
+    words = f"{name.rpartition('.')[2]} {class_name}".lower().replace("_", "")
+    return next((kind for parts, kind in KINDS if any(part in words for part in parts)), "other")
+
+
+def _gradients_error(model: nn.Module, samples: Sequence[Mapping[str, Any]], pack: Mapping[str, Any]) -> float | None:
+    """Distance of the pack's gradients from the sum of its samples', of the weight that is off most."""
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not weights:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    alone: list[Tensor | None] = [None] * len(weights)
+    factors = []
+    for sample in samples:
+        logits = model(**sample)["logits"][0]
+        factors.append(torch.randn(logits.shape, generator=generator).to(logits))
+        gradients = torch.autograd.grad((logits * factors[-1]).sum(), weights, allow_unused=True)
+        alone = [_sum(one, other) for one, other in zip(alone, gradients, strict=True)]
+    logits = model(**pack)["logits"][0]
+    packed = torch.autograd.grad((logits * torch.cat(factors)).sum(), weights, allow_unused=True)
+    # Weights that hardly matter have gradients of rounding alone: all are measured by the mean weight's norm.
+    norms = [float(each.float().norm()) for each in alone if each is not None]
+    least = sum(norms) / len(norms) * EXACT
+    errors = [
+        float((_whole(one, weight) - _whole(other, weight)).float().norm())
+        / max(float(_whole(other, weight).float().norm()), least)
+        for weight, one, other in zip(weights, packed, alone, strict=True)
+    ]
+    return max(errors)
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
+
+
+def _whole(gradient: Tensor | None, weight: Tensor) -> Tensor:
+    return torch.zeros_like(weight) if gradient is None else gradient
