@@ -12,15 +12,17 @@ if TYPE_CHECKING:
     from omnibal.data.limits import PackLimits
     from omnibal.engine.initialize import initialize
     from omnibal.feeds.sampler import BalancedBatchSampler
+    from omnibal.integrations.checking import check_packing
     from omnibal.plan import Plan
 
-__all__ = ["BalancedBatchSampler", "PackLimits", "Plan", "SampleLengths", "initialize"]
+__all__ = ["BalancedBatchSampler", "PackLimits", "Plan", "SampleLengths", "check_packing", "initialize"]
 
 _MODULES = {
     "SampleLengths": "omnibal.data.lengths",
     "PackLimits": "omnibal.data.limits",
     "BalancedBatchSampler": "omnibal.feeds.sampler",
     "Plan": "omnibal.plan",
+    "check_packing": "omnibal.integrations.checking",
     "initialize": "omnibal.engine.initialize",
 }
 

@@ -12,11 +12,11 @@ from typer.main import get_command
 
 from omnibal.errors import OmnibalError, explain_import, require
 
-# The module of each verb, which is a function there.
+# The module of each verb, which is a function there, with underscores for hyphens.
 VERBS: Final = {
     "advise": "advise", "demo": "models", "lengths": "lengths", "pack": "pack", "profile": "profile",
     "partition": "simulate", "plan": "plan", "simulate": "simulate", "emulate": "emulate", "report": "report",
-    "ask": "models", "export": "models",
+    "ask": "models", "export": "models", "check-packing": "check_packing",
 }  # fmt: skip
 
 
@@ -35,7 +35,8 @@ class _LazyGroup(TyperGroup):
         if cmd_name not in self.commands:
             return None
         verb = typer.Typer(add_completion=False, rich_markup_mode=self.rich_markup_mode)
-        verb.command(cmd_name)(getattr(import_module(f"omnibal.cli.{VERBS[cmd_name]}"), cmd_name))
+        function = getattr(import_module(f"omnibal.cli.{VERBS[cmd_name]}"), cmd_name.replace("-", "_"))
+        verb.command(cmd_name)(function)
         return get_command(verb)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -76,7 +77,11 @@ def _docstring_of(verb: str) -> str | None:
     spec = find_spec(f"omnibal.cli.{VERBS[verb]}")
     assert spec is not None and spec.origin is not None
     body = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
-    return next(ast.get_docstring(node) for node in body if isinstance(node, ast.FunctionDef) and node.name == verb)
+    return next(
+        ast.get_docstring(node)
+        for node in body
+        if isinstance(node, ast.FunctionDef) and node.name == verb.replace("-", "_")
+    )
 
 
 def _print_version(asked: bool) -> None:

@@ -15,7 +15,7 @@ from omnibal.integrations.leaks import PackingCheck, compare, plain_words
 from omnibal.integrations.packing import PER_IMAGE, Collator, as_one_row, positions_of
 from omnibal.integrations.rearranging import blank_image, image_tokens
 
-SHAPES: Final = ((1, 9), (0, 13), (2, 5), (0, 7))
+SHAPES: Final = ((1, 11), (0, 14), (2, 5), (0, 8))
 """Images and words of made-up samples: unlike in size, and no two of them with as many tokens."""
 FEW: Final = 2
 """Layers and heads of a small model, where one of each kind needs no more."""
@@ -26,8 +26,9 @@ OUTPUTS: Final = ("out_hidden_size", "projection_dim", "text_hidden_size", "visi
 """Widths that lead from the encoder to the language model."""
 PLACES: Final = ("deepstack_visual_indexes", "fullatt_block_indexes", "full_attn_idxs")
 LARGE: Final = {
-    "num_key_value_heads": 1, "intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "num_key_value_heads": 1, "intermediate_size": 64, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
 }  # fmt: skip
 """Numbers of a part that a small model may have at most."""
 TYPES: Final = ("mm_token_type_ids", "token_type_ids")
@@ -59,7 +60,8 @@ def check_packing(
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(32, 16, 32, num_hidden_layers=1, num_attention_heads=2, pad_token_id=None)
+        >>> sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+        >>> config = LlamaConfig(**sizes, num_attention_heads=2, pad_token_id=None)
         >>> check_packing(LlamaForCausalLM(config)).is_exact
         True
     """
@@ -156,8 +158,8 @@ def small_config(config: Any) -> Any:
         heads_name = next((name for name in HEADS if hasattr(part, name)), None)
         if width_name is None or heads_name is None:
             raise ConfigError(
-                f"config of {config.model_type} must have one each of {', '.join(WIDTHS)} and of {', '.join(HEADS)} to be "
-                "made small, got neither or one; check the real weights"
+                f"config of {config.model_type} must have one each of {', '.join(WIDTHS)} and of {', '.join(HEADS)} to "
+                "be made small, got neither or one"
             )
         width, heads = getattr(part, width_name), getattr(part, heads_name)
         head_width = getattr(part, "head_dim", None) or width // heads

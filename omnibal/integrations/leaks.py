@@ -93,23 +93,30 @@ class PackingCheck:
         return tuple(f"{kind}: {REMEDIES[kind]}" for kind in dict.fromkeys(leak.kind for leak in self.leaks))
 
     @property
-    def found(self) -> str:
-        """The errors, and the modules that leak, in words."""
+    def errors(self) -> str:
+        """The distances in words."""
         gradients = "" if self.gradients_error is None else f", gradients by {self.gradients_error:.2g}"
-        errors = f"logits that differ from the samples' alone by {self.logits_error:.2g}{gradients}"
-        if self.is_exact:
-            return errors
-        through = "; ".join(_shortened(self.leaks)) or "a backward pass, and no module of the forward pass"
-        return f"{errors}, through {through}"
+        return f"logits that differ from the samples' alone by {self.logits_error:.2g}{gradients}"
+
+    @property
+    def summary(self) -> str:
+        """Whether packs are exact, and by how much they are not, in words."""
+        return f"{'packs are exact' if self.is_exact else 'packs leak'}: {self.errors}"
+
+    @property
+    def through(self) -> str:
+        """The modules that leak, in words; one of each class."""
+        return "; ".join(_shortened(self.leaks)) or "a backward pass, and no module of the forward pass"
 
     def __str__(self) -> str:
-        return f"{'packs are exact' if self.is_exact else 'packs leak'}: {self.found}"
+        return self.summary if self.is_exact else f"{self.summary}, through {self.through}"
 
     def require(self) -> None:
         """Raise a ConfigError that names the layers, unless packs are exact."""
         if not self.is_exact:
             raise ConfigError(
-                f"samples of a pack must not change each other, got {self.found}; {'; '.join(self.remedies)}"
+                f"samples of a pack must not change each other, got {self.errors}, through {self.through}; "
+                f"{'; '.join(self.remedies)}"
             )
 
 
@@ -148,7 +155,7 @@ def compare(
     pack = _sent(packed, device)
     _check_rows(samples, pack)
     with _evaluated(model):
-        seen = _Seen(model)
+        seen = _ModuleTensors(model)
         with torch.no_grad():
             expected = [seen.run(sample, number) for number, sample in enumerate(samples)]
             found = seen.run(pack)
@@ -258,7 +265,7 @@ Look = Callable[[Place, Tensor], Tensor]
 
 
 @dataclass
-class _Seen:
+class _ModuleTensors:
     """Tensors that go into and come out of a model's modules."""
 
     model: Any

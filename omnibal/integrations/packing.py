@@ -258,8 +258,8 @@ def check_packed(
     found = compare(model, alone, packed, device=device, rounded=rounded, isolation=False)
     if not found.is_exact:
         raise ConfigError(
-            f"packed samples must get the logits that they get alone, got {found.found}; it "
-            "cannot train on such packs, but balance(..., padded=True) trains it on balanced batches with padding"
+            f"packed samples must get the logits that they get alone, got {found.errors}, through {found.through}; "
+            "such packs cannot train it, but balance(..., padded=True) trains it on balanced batches with padding"
         )
 
 

@@ -12,7 +12,9 @@ def test_help_names_every_verb_with_the_first_line_of_its_docstring(omnibal):
     text = " ".join(omnibal("--help").output.replace("│", " ").split())
     assert text == " ".join(omnibal("-h").output.replace("│", " ").split())
     for verb in VERBS:
-        first_line = getattr(import_module(f"omnibal.cli.{VERBS[verb]}"), verb).__doc__.splitlines()[0]
+        first_line = getattr(import_module(f"omnibal.cli.{VERBS[verb]}"), verb.replace("-", "_")).__doc__.splitlines()[
+            0
+        ]
         assert f"{verb} {first_line}" in text
 
 

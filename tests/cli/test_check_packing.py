@@ -1,0 +1,20 @@
+"""omnibal check-packing says whether a folder's model packs, and through what it leaks."""
+
+import json
+
+import pytest
+
+from tests.families import models
+
+
+@pytest.mark.parametrize(("family", "kind"), [("qwen3_vl", None), ("lfm2_vl", "convolution")])
+def test_a_folder_without_weights_is_checked(omnibal, tmp_path, family, kind):
+    models.small_config(family).save_pretrained(tmp_path)
+    result = omnibal("check-packing", tmp_path, "--json", exit_code=int(kind is not None))
+    found = json.loads(result.stdout)
+    assert {leak[2] for leak in found["leaks"]} == {kind} - {None}
+    assert found["is_exact"] == (kind is None)
+
+
+def test_a_folder_without_a_model_is_refused(refusal, tmp_path):
+    assert "folder must be" in refusal("check-packing", tmp_path)
