@@ -205,9 +205,25 @@ class Layout:
         return self.encoder is not None and self.encoder.placement == "own"
 
     @property
+    def has_tensor_ranks(self) -> bool:
+        """Whether devices share layers, of the encoder or of the language model."""
+        return max(self.shape(0)[1], self.num_tensor) > 1
+
+    @property
+    def has_even_units(self) -> bool:
+        """Whether the encoder has devices of its own, and one number of replicas divides the other."""
+        fewer, more = sorted((self.shape(0)[0], self.num_replicas))
+        return self.has_units and more % fewer == 0
+
+    @property
     def is_spread(self) -> bool:
         """Whether the whole encoder is on all devices."""
         return self.encoder is not None and self.encoder.placement == "spread"
+
+    @property
+    def encoder_stages(self) -> int:
+        """How many of the first stages are the encoder's alone."""
+        return 0 if self.encoder is None else self.encoder.num_stages
 
     @property
     def num_columns(self) -> int:
@@ -232,7 +248,7 @@ class Layout:
 
     def shape(self, stage: int) -> tuple[int, int]:
         """Replicas and tensor ranks of a stage."""
-        if self.encoder is not None and stage < self.encoder.num_stages:
+        if self.encoder is not None and stage < self.encoder_stages:
             return self.encoder.num_replicas, self.encoder.num_tensor
         return self.num_replicas, self.num_tensor
 
@@ -404,7 +420,7 @@ reduce_bandwidth_bytes_per_second=300000000000.0, latency_seconds=0.0))
             return self.links
         # Replicas are thought of as one ring, in which each device has one neighbour; where several devices of a node
         # are in it, NCCL's several rings may do better.
-        node, own = self._node, layout.encoder.num_stages if layout.encoder is not None else 0
+        node, own = self._node, layout.encoder_stages
         stages_apart = any(node(one) != node(other) for one, other in _neighbours(layout))
         replicas_apart = any(
             node(layout.rank(stage, 0, tensor)) != node(layout.rank(stage, layout.shape(stage)[0] - 1, tensor))

@@ -19,7 +19,7 @@ from omnibal.memory.footprint import Footprint, StageMemory
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
 from omnibal.pipeline.simulate import StepSimulation, simulate_step
-from omnibal.pipeline.units import UnitSimulation, simulate_units, unit_schedule
+from omnibal.pipeline.units import UnitSimulation, schedule_of, simulate_units
 from omnibal.profile.records import MOST_LAYERS, Level, ModelProfile, check_levels, levels_from_words, levels_in_words
 from omnibal.records import Record, read_record
 
@@ -132,9 +132,7 @@ class Plan:
         return self.layout.has_units or self.schedule != "1f1b"
 
     def make_schedule(self) -> Schedule:
-        if self.layout.has_units:
-            return unit_schedule(self.layout, self.micro_batches, self.schedule)
-        return SCHEDULES[self.schedule](self.num_stages, self.micro_batches)
+        return schedule_of(self.layout, self.micro_batches, self.schedule)
 
     def simulate(self, profile: ModelProfile, loads: Iterable[Load]) -> StepSimulation | UnitSimulation:
         """Predict one step; arguments and errors as of :func:`omnibal.pipeline.simulate.simulate_step`."""

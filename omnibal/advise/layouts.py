@@ -28,7 +28,6 @@ from omnibal.planner.placements import (
     PlacedStep,
     place_pipeline,
     place_spread,
-    place_units,
 )
 from omnibal.profile.records import ModelProfile
 
@@ -42,7 +41,8 @@ KINDS: Final[Mapping[Kind, str]] = {
     "units": "ViT and LLM on devices of their own (DistTrain)",
 }
 """From the simplest to adopt to the most complicated one."""
-RUNS_TODAY: Final[tuple[Kind, ...]] = ("zero", "rearranged", "pipeline")
+RUNS_TODAY: Final[tuple[Kind, ...]] = ("zero", "rearranged", "pipeline", "units")
+"""Units run without tensor ranks alone."""
 EQUAL: Final = 0.03
 """Share by which layouts may differ and still count as equally fast: take the simplest of these."""
 MOST_PLACED: Final = 16
@@ -78,6 +78,8 @@ class WeighedLayout:
     @property
     def runs_today(self) -> bool:
         """Whether omnibal can train so; otherwise it can only be weighed."""
+        if self.kind == "units" and self.step is not None and self.step.layout.has_tensor_ranks:
+            return False
         return self.kind in RUNS_TODAY
 
 
@@ -191,12 +193,10 @@ class _Weighing:
         # A single stage has no bubble that another schedule could fill.
         for schedule in SCHEDULES if layout.num_stages - own > 1 else tuple(SCHEDULES)[:1]:
             try:
-                if layout.encoder is None:
-                    yield place_pipeline(profile, packing, layout, self.ranking.request, schedule)
-                elif layout.encoder.placement == "spread":
+                if layout.is_spread:
                     yield place_spread(profile, packing, layout, self.ranking.request, schedule, ranked.level)
                 else:
-                    yield place_units(profile, packing, layout, self.ranking.request, schedule)
+                    yield place_pipeline(profile, packing, layout, self.ranking.request, schedule)
             except InfeasibleError as lacking:
                 missing.append(lacking.missing_bytes)
 

@@ -52,7 +52,7 @@ def plan(
     num_stages: StagesOption = None,
     layout: Annotated[
         LayoutChoice,
-        typer.Option(help="Weigh other layouts first, or all (auto), and plan where a pipeline wins: docs/layouts.md."),
+        typer.Option(help="Weigh others first, or all (auto); plan the winner if it can be: docs/layouts.md."),
     ] = "pipeline",
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure layers on this machine in place of counting what they cost.")
@@ -102,9 +102,11 @@ def plan(
     request, weighed = request_of(workspace, samples_per_step, fixed, num_stages), None
     if layout != "pipeline":
         weighed = WeighedLayouts.of(workspace, request, layout)
-        if not weighed.is_pipeline:
+        found = weighed.request(request)
+        if found is None:
             answer(weighed.to_record(), *weighed.report.parts(), *weighed.lines(), as_json=as_json)
             return
+        request = found
     result = solve(workspace, request)
     result, tried = _try_best(workspace, result, trials, launcher) if trials else (result, ())
     if write:

@@ -56,15 +56,11 @@ def request_of(
 ) -> PlanRequest:
     """What the ds_config asks of a plan, but for what is given."""
     packing, pipeline = workspace.section.packing, workspace.section.pipeline
-    if pipeline.encoder is not None:
-        raise ConfigError(
-            "omnibal.pipeline.encoder must be left out to plan, which searches pipelines of equal replicas only; "
-            "`--layout units` weighs an encoder with devices of its own"
-        )
     layout = layout_of(workspace.config, 1, 1)
     return PlanRequest(
         cluster=workspace.cluster,
         num_stages=num_stages or (None if pipeline.num_stages == "auto" else pipeline.num_stages),
+        encoder=None if pipeline.encoder is None else pipeline.encoder.encoder,
         global_batch=samples_per_step or workspace.samples_per_step or _present_samples(workspace),
         zero_stage=layout.zero_stage,
         accumulate_float32=layout.accumulate_float32,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from omnibal.advise.estimate import Scenario
@@ -27,6 +27,7 @@ LayoutChoice = Literal["auto", "pipeline", "spread", "units", "zero"]
 WEIGHED: Final[Mapping[LayoutChoice, tuple[Kind, ...]]] = {
     "auto": tuple(KINDS), "spread": ("spread",), "units": ("units",), "zero": ("zero", "rearranged"),
 }  # fmt: skip
+PLANNED: Final[tuple[Kind, ...]] = ("pipeline", "units")
 PAGES: Final[Mapping[Kind, str]] = {"zero": "docs/hosts.md", "rearranged": "docs/rearranging.md"}
 
 
@@ -49,6 +50,8 @@ class WeighedLayouts:
         is_counted = not profile.versions and workspace.files is not None and section.model.path is not None
 
         def profiles(encoder: int, language: int) -> ModelProfile:
+            if choice == "units":  # a plan is asked for, and the engine runs no others
+                raise ConfigError("units with tensor ranks, which do not run yet")
             if not is_counted:
                 raise ConfigError(MEASURED)
             return analytic_profile(
@@ -68,11 +71,15 @@ class WeighedLayouts:
             raise InfeasibleError(f"a layout must fit {request.cluster}, got none; {'; '.join(report.lines()[1:])}")
         return cls(workspace, scenario, report)
 
-    @property
-    def is_pipeline(self) -> bool:
-        """Whether `omnibal plan` can plan the winner."""
+    def request(self, asked: PlanRequest) -> PlanRequest | None:
+        """What plans the winner; None where it cannot be planned."""
         winner = self.report.answer.winner
-        return winner is not None and winner.kind == "pipeline"
+        if winner is None or winner.kind not in PLANNED or not winner.runs_today or winner.step is None:
+            return None
+        layout = winner.step.layout
+        # Of pipelines all numbers of stages are searched again; of units, those of the encoder's devices that won.
+        stages = layout.num_stages if layout.has_units else asked.num_stages
+        return replace(asked, encoder=layout.encoder, num_stages=stages)
 
     def lines(self) -> list[str]:
         """What to do where the winner is no pipeline."""
@@ -80,7 +87,7 @@ class WeighedLayouts:
         if today is None:
             return ["nothing is written: none of these layouts runs today; `--layout pipeline` plans a pipeline"]
         if today.recipe is None:
-            return ["nothing is written: the winner does not run today; `--layout pipeline` plans what does"]
+            return [f"nothing is written: the winner does not run today; `--layout {today.kind}` plans what does"]
         set_to = ", ".join(f'"{key}": {json.dumps(value)}' for key, value in self._keys(today).items())
         limits = self._limits(today)
         again = "on" if today.recipe.recompute == "full" else "off"

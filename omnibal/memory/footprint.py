@@ -323,10 +323,10 @@ class Footprint:
         # wait, too: a gradient of an input stays until the stage before has run as many micro-batches as it has in
         # flight, and the next gradient of an output arrives before the last one is used up. Stages of a frozen front
         # send no gradient back; they hold one micro-batch and, under our tables, outputs that nobody has fetched.
-        # Where stages have replicas of their own a table runs whatever the schedule, and a sender of gradients keeps
+        # Where the encoder has devices of its own a table runs whatever the schedule, and a sender of gradients keeps
         # those of its own share of what the stage before has in flight.
         schedule = self.schedule
-        splits, held = any(schedule.pending_weights) or len(set(schedule.replicas)) > 1, schedule.in_flight[stage]
+        splits, held = any(schedule.pending_weights) or bool(schedule.replicas), schedule.in_flight[stage]
         before = max(stage - 1, 0)
         in_flight = schedule.in_flight[before] * schedule.micro_batches_of(stage)
         gradients_back = -(-in_flight // schedule.micro_batches_of(before)) if splits else 1

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from omnibal.compiled import compiled
 from omnibal.cost import FloatArray, IntArray, Load
 from omnibal.errors import InfeasibleError, bytes_in_words
+from omnibal.families.base import encoder_layers
 from omnibal.memory.footprint import NOT_OFFERED, Footprint
 from omnibal.profile.records import LEVELS, LayerCost, Level, ModelProfile
 
@@ -170,11 +171,16 @@ class StageTable:
         return np.where(can_be, room, -1)
 
     def _is_stage(self, stage: int) -> NDArray[np.bool_]:
-        # Entries [a, b] that leave every other stage a layer.
+        # Entries [a, b] that leave every other stage of its part a layer. A pipeline is one part; where encoder and LLM
+        # have devices of their own, each is one.
         num_stages, size = self._shape
         a, b = np.arange(size)[:, None], np.arange(size)[None, :]
-        starts = a >= stage if stage else a == 0
-        ends = b <= size - num_stages + stage if stage < num_stages - 1 else b == size - 1
+        first, last, start, end = 0, num_stages - 1, 0, size - 1
+        if self.footprint.layout.has_units:
+            border, own = encoder_layers(self.footprint.profile.layers), self.footprint.layout.encoder_stages
+            first, last, start, end = (0, own - 1, 0, border) if stage < own else (own, last, border, end)
+        starts = a >= start + stage - first if stage > first else a == start
+        ends = b <= end - last + stage if stage < last else b == end
         return (a < b) & starts & ends
 
 

@@ -16,14 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
-from omnibal.cluster import Layout, Links
+from omnibal.cluster import Encoder, Layout, Links
 from omnibal.cost import FloatArray, IntArray, Load
 from omnibal.errors import ConfigError
+from omnibal.families.base import encoder_layers
 from omnibal.pipeline.partition import Partition, frozen_stages
+from omnibal.pipeline.problem import MeanSeconds, PartitionProblem, differences
 from omnibal.pipeline.schedule import SCHEDULES, Instruction, Schedule, ScheduleName, Table, as_table, stage_order
 from omnibal.pipeline.simulate import TableRun, Wiring, run_overlapped
 from omnibal.pipeline.times import (
@@ -101,17 +104,17 @@ class UnitSimulation(TableRun):
         ]
 
 
-def check_units(layout: Layout) -> None:
+def check_units(layout: Layout) -> Encoder:
     """Refuse a layout that gives the encoder no devices of its own, or numbers of replicas that do not divide."""
     encoder = layout.encoder
     if encoder is None or encoder.placement != "own":
         raise ConfigError(f"layout must give the encoder devices of its own, got {layout}")
-    fewer, more = sorted((encoder.num_replicas, layout.num_replicas))
-    if more % fewer:
+    if not layout.has_even_units:
         raise ConfigError(
             f"replicas of encoder and LLM must divide each other, got {encoder.num_replicas} and {layout.num_replicas}"
             "; omnibal.pipeline.encoder says the encoder's"
         )
+    return encoder
 
 
 def encoder_schedule(layout: Layout, micro_batches: int) -> Schedule:
@@ -120,9 +123,7 @@ def encoder_schedule(layout: Layout, micro_batches: int) -> Schedule:
     ``micro_batches`` are those of an LLM's replica. An encoder that serves k replicas keeps k micro-batches for each
     stage behind it in flight; one of k encoders that serve the same replica keeps a k-th.
     """
-    check_units(layout)
-    encoder = layout.encoder
-    assert encoder is not None, "checked above"
+    encoder = check_units(layout)
     behind = layout.num_stages - encoder.num_stages
     served = -(-behind * layout.num_replicas // encoder.num_replicas)
     own = -(-micro_batches * layout.num_replicas // encoder.num_replicas)
@@ -159,6 +160,13 @@ def unit_schedule(layout: Layout, micro_batches: int, schedule: ScheduleName) ->
     return Schedule(encoder.stages + behind.stages, micro_batches, replicas)
 
 
+def schedule_of(layout: Layout, micro_batches: int, schedule: ScheduleName) -> Schedule:
+    """What all stages of a layout run in one step: `unit_schedule` where the encoder has devices of its own."""
+    if layout.has_units:
+        return unit_schedule(layout, micro_batches, schedule)
+    return SCHEDULES[schedule](layout.num_stages, micro_batches)
+
+
 def simulate_units(
     profile: ModelProfile,
     partition: Partition,
@@ -186,117 +194,169 @@ def simulate_units(
         ConfigError: Partition, loads and layout do not fit together, or neither number of replicas divides the other.
     """
     check_partition(profile, partition)
-    check_units(layout)
-    encoder = layout.encoder
-    assert encoder is not None, "checked above"
+    encoder = check_units(layout)
     load = Load.stack(loads)
     if load.shape[0] != layout.num_replicas or partition.num_stages != layout.num_stages:
         raise ConfigError(
             f"layout must have the loads' {load.shape[0]} replicas and the partition's {partition.num_stages} stages, "
             f"got {layout}"
         )
-    if load.shape[0] * load.shape[1] < encoder.num_replicas:
-        raise ConfigError(
-            f"micro-batches must be at least one for each of {encoder.num_replicas} encoder replicas, "
-            f"got {load.shape[0] * load.shape[1]}"
+    border = partition.boundaries[encoder.num_stages]
+    times = unit_times(profile, loads, layout, border, links, encoder_links=encoder_links, recompute=recompute)
+    return _run(profile, times, np.array(partition.boundaries), layout, schedule)
+
+
+def unit_times(
+    profile: ModelProfile,
+    loads: Iterable[Load],
+    layout: Layout,
+    border: int,
+    links: Links,
+    *,
+    encoder_links: Links | None = None,
+    recompute: Sequence[str] | None = None,
+) -> StepTimes:
+    """Seconds of every layer, where gradients of the layers before ``border`` are summed over the encoder's replicas.
+
+    Other arguments are those of `simulate_units`.
+    """
+    loads = tuple(loads)
+    encoder, language = (
+        step_times(
+            profile, loads, linked, zero_stage=layout.zero_stage, recompute=recompute,
+            num_replicas=layout.shape(stage)[0],
         )
-    # All micro-batches in the order of their numbers, as if they were those of one replica.
-    numbers = np.arange(load.shape[0] * load.shape[1])
-    numbered = load[numbers % load.shape[0], numbers // load.shape[0]]
-    boundaries, border = np.array(partition.boundaries), encoder.num_stages
-    frozen = int(frozen_stages(profile, boundaries))
-    parts = [
-        _Part(
-            step_times(
-                profile, [numbered], linked, zero_stage=layout.zero_stage, recompute=recompute, num_replicas=replicas
-            ),
-            boundaries[first : last + 1],
-            replicas,
-        )
-        for replicas, linked, first, last in (
-            (encoder.num_replicas, encoder_links or links, 0, border),
-            (layout.num_replicas, links, border, partition.num_stages),
-        )
-    ]
-    micro_batches = load.shape[1]
-    own = encoder_schedule(layout, micro_batches).stages
-    behind = SCHEDULES[schedule](layout.num_stages - border, micro_batches).stages
-    table, wiring = _wire((_frozen(own, frozen), _frozen(behind, frozen - border)), *_shape(parts, micro_batches))
-    seconds, transfers = _per_row(parts, len(table.lengths))
-    # A replica's first micro-batch has its own number.
-    release = np.concatenate(
-        [release_of(part.times, 0, part.boundaries, first) for part in parts for first in range(part.replicas)]
+        for linked, stage in ((encoder_links or links, 0), (links, layout.num_stages - 1))
+    )  # fmt: skip
+
+    def joined(name: str) -> FloatArray:
+        first, behind = getattr(encoder, name), getattr(language, name)
+        added: FloatArray = np.concatenate([first[: border + 1], first[border] + behind[border + 1 :] - behind[border]])
+        return added
+
+    def crossing(name: str) -> FloatArray:
+        parts = getattr(encoder, name)[..., : border + 1], getattr(language, name)[..., border + 1 :]
+        return np.concatenate(parts, axis=-1)
+
+    return language._replace(
+        **{name: joined(name) for name in ("reduce", "gather", "optimizer")},
+        **{name: crossing(name) for name in ("crossing", "gradient_crossing")},
     )
+
+
+@dataclass(frozen=True, eq=False)
+class UnitProblem(PartitionProblem):
+    """Cut encoder and LLM, each on devices of its own, into the stages of ``schedule``."""
+
+    layout: Layout
+    schedule_name: ScheduleName
+
+    @classmethod
+    def of(cls, profile: ModelProfile, times: StepTimes, layout: Layout, schedule: ScheduleName) -> UnitProblem:
+        """``times`` are those of `unit_times`, of the replicas of one step or of several steps."""
+        table = unit_schedule(layout, times.forward.shape[1], schedule)
+        return cls(profile, times, table, "overlap", layout, schedule)
+
+    def evaluate(self, partitions: IntArray) -> FloatArray:
+        runs = (_run(self.profile, self.times, row, self.layout, self.schedule_name) for row in partitions)
+        return np.array([run.step_seconds for run in runs])
+
+    @cached_property
+    def _stage_bounds(self) -> FloatArray:
+        # A replica's stage waits until its first micro-batch has passed all layers before it, and computes all of its
+        # micro-batches; under 1F1B the last one's gradient then passes all layers before it, too.
+        times, size = _numbered(self.times), len(self.profile.layers) + 1
+        work, result = times.forward + times.backward + times.weight, np.zeros((self.num_stages, size, size))
+        for stage in range(self.num_stages):
+            replicas, bounds = self.layout.shape(stage)[0], np.zeros((size, size))
+            for replica in range(replicas):
+                own = slice(replica, None, replicas)
+                back = times.backward[0, own].min(axis=0) * (not any(self.schedule.pending_weights))
+                around = times.forward[0, replica] + back
+                bounds = np.maximum(bounds, differences(work[0, own].sum(axis=0)) + around[:, None])
+            result[stage] = bounds
+        return result + differences(self.times.optimizer) + self._elsewhere
+
+    @cached_property
+    def mean(self) -> MeanSeconds:
+        """What an average micro-batch takes; infinity for stages with layers of the other part."""
+        found = super().mean
+        return found._replace(stage=found.stage + self._elsewhere, pace=found.pace + self._elsewhere)
+
+    @cached_property
+    def _elsewhere(self) -> FloatArray:
+        """Infinity for stages with layers of the other part, else 0; shape (stages, layers + 1, layers + 1)."""
+        border, size = encoder_layers(self.profile.layers), len(self.profile.layers) + 1
+        found = np.full((self.num_stages, size, size), np.inf)
+        found[: self.layout.encoder_stages, : border + 1, : border + 1] = 0
+        found[self.layout.encoder_stages :, border:, border:] = 0
+        return found
+
+
+def _numbered(times: StepTimes) -> StepTimes:
+    """All micro-batches of a step in the order of their numbers, as if they were those of one replica."""
+    per_replica = ("forward", "backward", "weight", "split", "crossing", "gradient_crossing")
+    size = times.forward.shape[-1]
+    numbered = {
+        name: np.ascontiguousarray(getattr(times, name).swapaxes(0, 1)).reshape(1, -1, size) for name in per_replica
+    }
+    return times._replace(**numbered)
+
+
+class _Wired(NamedTuple):
+    """Rows of all replicas, those of the encoder first, and what each of them is."""
+
+    table: Table
+    wiring: Wiring
+    stages: IntArray
+    replicas: IntArray
+
+
+@lru_cache(maxsize=64)
+def _wire(layout: Layout, micro_batches: int, schedule: ScheduleName, frozen: int) -> _Wired:
+    """Who runs what, and who neighbours whom for each number of a micro-batch; the first stages may be frozen."""
+    stages = unit_schedule(layout, micro_batches, schedule).with_frozen_front(frozen).stages
+    own, count = layout.encoder_stages, micro_batches * layout.num_replicas
+    parts = (range(own), layout.shape(0)[0]), (range(own, layout.num_stages), layout.num_replicas)
+    places = [(stage, replica) for part, replicas in parts for replica in range(replicas) for stage in part]
+    row_of = {place: row for row, place in enumerate(places)}
+    # The replica's m-th micro-batch has the number m · replicas + replica.
+    rows = [
+        [
+            Instruction(entry.operation, entry.micro_batch * layout.shape(stage)[0] + replica)
+            for entry in stages[stage]
+        ]
+        for stage, replica in places
+    ]  # fmt: skip
+    before, behind = np.full((2, count, len(rows)), -1, dtype=np.int64)
+    for n in range(count):
+        path = [row_of[stage, n % layout.shape(stage)[0]] for stage in range(layout.num_stages)]
+        before[n, path[1:]], behind[n, path[:-1]] = path[:-1], path[1:]
+    before.flags.writeable = behind.flags.writeable = False  # as those of `chain`, so that loops are compiled once
+    return _Wired(as_table(rows), Wiring(before, behind), *np.array(places).T)
+
+
+def _run(
+    profile: ModelProfile, times: StepTimes, boundaries: IntArray, layout: Layout, schedule: ScheduleName
+) -> UnitSimulation:
+    """One step under `unit_times` of its replicas."""
+    frozen, times = int(frozen_stages(profile, boundaries)), _numbered(times)
+    micro_batches = times.forward.shape[1] // layout.num_replicas
+    table, wiring, stages, replicas = _wire(layout, micro_batches, schedule, frozen)
+    seconds = np.take(durations_of(times, 0, boundaries), stages, axis=2)
+    transfers = np.take(times.crossing[0][:, boundaries[1:]], stages, axis=1)  # nothing behind the last layer
+    # A replica's first micro-batch has its own number.
+    firsts = np.stack([release_of(times, 0, boundaries, first) for first in range(replicas.max() + 1)])
+    release = firsts[replicas, stages]
     starts, ends = np.zeros(table.operations.shape), np.zeros(table.operations.shape)
     if not run_overlapped(table, wiring, seconds, transfers, release, starts, ends):
         raise ConfigError(f"units must come to an end, got a deadlock of {layout} under {schedule}")
     # A layer's gradient is complete when the last replica of its own part has it.
-    ready, row = np.zeros(len(profile.layers)), 0
-    for part in parts:
-        for _ in range(part.replicas):
-            rows = slice(row, row + part.num_stages)
-            own_table = Table(table.operations[rows], table.micro_batches[rows], table.lengths[rows])
-            complete_gradients(part.times, 0, part.boundaries, own_table, starts[rows], ready)
-            row += part.num_stages
-    reduced = np.concatenate([reduced_at(part.times, part.boundaries, ready) for part in parts])
-    optimizer = np.concatenate([np.diff(part.times.optimizer[part.boundaries]) for part in parts])
+    ready, own = np.zeros(len(profile.layers)), layout.encoder_stages
+    for row in np.flatnonzero((stages == 0) | (stages == own)):
+        first, last = (0, own) if stages[row] == 0 else (own, layout.num_stages)
+        rows = slice(row, row + last - first)
+        own_table = Table(table.operations[rows], table.micro_batches[rows], table.lengths[rows])
+        complete_gradients(times, 0, boundaries[first : last + 1], own_table, starts[rows], ready)
+    reduced, optimizer = reduced_at(times, boundaries, ready), np.diff(times.optimizer[boundaries])
     return UnitSimulation(table, starts, ends, layout, reduced, optimizer)
-
-
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """Encoder or LLM."""
-
-    times: StepTimes  # of all micro-batches by their numbers, as of one replica
-    boundaries: IntArray  # of its own stages, in layers of the whole model
-    replicas: int
-
-    @property
-    def num_stages(self) -> int:
-        return len(self.boundaries) - 1
-
-
-def _shape(parts: Sequence[_Part], micro_batches: int) -> tuple[tuple[int, int], int]:
-    replicas = (parts[0].replicas, parts[1].replicas)
-    return replicas, micro_batches * replicas[1]
-
-
-def _frozen(stages: Sequence[tuple[Instruction, ...]], count: int) -> tuple[tuple[Instruction, ...], ...]:
-    """The first ``count`` stages run forward only: no gradient comes back to them."""
-    return tuple(
-        tuple(entry for entry in stage if place >= count or entry.operation == 0) for place, stage in enumerate(stages)
-    )
-
-
-@lru_cache(maxsize=16)
-def _wire(
-    stages: tuple[tuple[tuple[Instruction, ...], ...], ...], replicas: tuple[int, int], count: int
-) -> tuple[Table, Wiring]:
-    """Rows of all replicas of both parts, and who neighbours whom for each of ``count`` numbered micro-batches."""
-    rows: list[list[Instruction]] = []
-    # first[part, replica]: the row of its first stage.
-    first = [np.zeros(number, dtype=np.int64) for number in replicas]
-    for part, number in enumerate(replicas):
-        for replica in range(number):
-            first[part][replica] = len(rows)
-            for stage in stages[part]:
-                # The replica's m-th micro-batch has the number m · replicas + replica; the last ones may not exist.
-                numbered = [Instruction(entry.operation, entry.micro_batch * number + replica) for entry in stage]
-                rows.append([entry for entry in numbered if entry.micro_batch < count])
-    before, behind = np.full((2, count, len(rows)), -1, dtype=np.int64)
-    for n in range(count):
-        path = [first[part][n % replicas[part]] + stage for part in range(2) for stage in range(len(stages[part]))]
-        before[n, path[1:]], behind[n, path[:-1]] = path[:-1], path[1:]
-    before.flags.writeable = behind.flags.writeable = False  # as those of `chain`, so that loops are compiled once
-    return as_table(rows), Wiring(before, behind)
-
-
-def _per_row(parts: Sequence[_Part], num_rows: int) -> tuple[FloatArray, FloatArray]:
-    """Seconds of each row's computations, (4, micro-batches, rows), and of what it sends on, (micro-batches, rows)."""
-    seconds, transfers = [], []
-    for part in parts:
-        durations = durations_of(part.times, 0, part.boundaries)
-        crossing = part.times.crossing[0][:, part.boundaries[1:]]  # nothing behind the last layer
-        seconds += [durations] * part.replicas
-        transfers += [crossing] * part.replicas
-    return np.concatenate(seconds, axis=2), np.concatenate(transfers, axis=1)

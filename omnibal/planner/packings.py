@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from omnibal.cluster import Cluster, Layout, check_zero_stage, replicas_of
+from omnibal.cluster import Cluster, Encoder, Layout, check_zero_stage, replicas_of
 from omnibal.cost import CostModel, IntArray, Load
 from omnibal.data.epoch import Epoch, arrange_epoch
 from omnibal.data.lengths import SampleLengths
@@ -16,7 +16,9 @@ from omnibal.data.limit_search import search_limits
 from omnibal.data.limits import PackLimits, largest_load, paper_limits
 from omnibal.data.packing_spec import Method
 from omnibal.errors import ConfigError
+from omnibal.families.base import encoder_layers
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
+from omnibal.pipeline.units import check_units
 from omnibal.profile.records import ModelProfile
 
 
@@ -34,6 +36,8 @@ class PlanRequest:
     """Samples per optimizer step, which all plans keep."""
     num_stages: int | None = None
     """None: any number that divides the devices."""
+    encoder: Encoder | None = None
+    """Devices of the encoder's own (units), whose stages ``num_stages`` counts, too."""
     limits: PackLimits | None = None
     """None: the limits that make the fastest step."""
     head_room: float = 0.05
@@ -69,6 +73,8 @@ class PlanRequest:
 
     def layouts(self, profile: ModelProfile) -> list[Layout]:
         """Layouts that the search considers, with rising numbers of stages and the profile's tensor ranks."""
+        if self.encoder is not None:
+            return self._unit_layouts(self.encoder, profile)
         num_devices, degree, num_layers = self.cluster.num_devices, profile.num_tensor, len(profile.layers)
         replicas_of(self.num_stages or 1, num_devices, num_layers=num_layers, num_tensor=degree)
         if self.cluster.devices_per_node % degree:
@@ -79,13 +85,37 @@ class PlanRequest:
         ranks = num_devices // degree
         counts = [count for count in range(1, min(ranks, num_layers) + 1) if ranks % count == 0]
         return [
-            Layout(
-                count, ranks // count, num_tensor=degree, zero_stage=self.zero_stage,
-                precision=profile.dtype,  # type: ignore[arg-type]  # a layout checks it
-                accumulate_float32=self.accumulate_float32,
-            )
+            self._layout(profile, count, ranks // count, num_tensor=degree)
             for count in (counts if self.num_stages is None else [self.num_stages])
-        ]  # fmt: skip
+        ]
+
+    def _unit_layouts(self, encoder: Encoder, profile: ModelProfile) -> list[Layout]:
+        """Layouts that leave the encoder its devices, and divide all others into pipelines of the language model."""
+        profile.check_matches(tensor_parallel=1)
+        own, border = encoder.num_stages, encoder_layers(profile.layers)
+        num_devices, num_layers = self.cluster.num_devices, len(profile.layers)
+        stages = own + 1 if self.num_stages is None else self.num_stages
+        replicas_of(stages, num_devices, num_layers=num_layers, encoder=encoder)
+        for name, count, most in (("encoder", own, border), ("language model", stages - own, num_layers - border)):
+            if count > most:
+                raise ConfigError(f"stages of the {name} must be at most its {most} layers, got {count}")
+        left = num_devices - encoder.num_devices
+        counts = [count for count in range(1, min(left, num_layers - border) + 1) if left % count == 0]
+        layouts = [
+            self._layout(profile, own + count, left // count, encoder=encoder)
+            for count in (counts if self.num_stages is None else [self.num_stages - own])
+        ]
+        found = [layout for layout in layouts if layout.has_even_units]
+        if not found:
+            check_units(layouts[-1])  # says what does not divide
+        return found
+
+    def _layout(self, profile: ModelProfile, num_stages: int, num_replicas: int, **more: Any) -> Layout:
+        return Layout(
+            num_stages, num_replicas, zero_stage=self.zero_stage, accumulate_float32=self.accumulate_float32,
+            precision=profile.dtype,  # type: ignore[arg-type]  # a layout checks it
+            **more,
+        )  # fmt: skip
 
     @property
     def schedules(self) -> tuple[ScheduleName, ...]:
@@ -230,7 +260,11 @@ class _Packer:
         )  # fmt: skip
 
     def _micro_batches(self, samples_per_pack: float) -> int:
-        return max(1, round(self.request.global_batch / (samples_per_pack * self.num_replicas)))
+        # Several encoders share the micro-batches of one of the LLM's replicas alike.
+        encoders = 1 if self.request.encoder is None else self.request.encoder.num_replicas
+        sharing = max(encoders // self.num_replicas, 1)
+        found = round(self.request.global_batch / (samples_per_pack * self.num_replicas * sharing))
+        return sharing * max(1, found)
 
     def _ceiling(self) -> PackLimits:
         """Mean content of a pack if a step has one micro-batch, or the largest sample if that holds more."""

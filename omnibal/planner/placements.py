@@ -6,24 +6,20 @@ so that no placement wins by being searched more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from statistics import fmean
 
 import numpy as np
 
 from omnibal.cluster import Layout
-from omnibal.cost import CostModel, FloatArray, Load
+from omnibal.cost import Load
 from omnibal.errors import InfeasibleError
 from omnibal.families.base import encoder_layers
 from omnibal.memory.footprint import Footprint
-from omnibal.memory.recompute import StageTable, choose_levels, recompute_seconds
-from omnibal.pipeline.optimize import Boundaries, least_maximum
+from omnibal.memory.recompute import recompute_seconds
+from omnibal.pipeline.optimize import Boundaries
 from omnibal.pipeline.partition import Partition
-from omnibal.pipeline.problem import differences
 from omnibal.pipeline.schedule import ScheduleName, one_f_one_b
 from omnibal.pipeline.simulate import simulate_step
-from omnibal.pipeline.units import encoder_schedule, simulate_units
 from omnibal.planner.packings import Packing, PlanRequest
 from omnibal.planner.search import StepModel, propose
 from omnibal.profile.records import LEVELS, Level, ModelProfile, every_layer
@@ -62,7 +58,7 @@ def split_profile(profile: ModelProfile) -> tuple[ModelProfile, ModelProfile]:
 def place_pipeline(
     profile: ModelProfile, packing: Packing, layout: Layout, request: PlanRequest, schedule: ScheduleName
 ) -> PlacedStep:
-    """One pipeline through encoder and LLM.
+    """One pipeline through encoder and LLM, or one of each where both have devices of their own (DistTrain).
 
     Raises:
         InfeasibleError: A stage does not fit with as much recomputed as possible; ``missing_bytes`` says by how much.
@@ -77,7 +73,7 @@ def place_pipeline(
         boundaries=boundaries,
         recompute=levels,
         step_seconds=seconds,
-        recompute_seconds=_recomputed(profile, packing, levels) * layout.num_tensor,
+        recompute_seconds=_recomputed(profile, packing, levels, layout),
         peak_bytes=max(stage.total for stage in held),
     )
 
@@ -134,7 +130,7 @@ def place_spread(
     # A device of the first stage encodes a part of what its replica needs: that part stays where it is.
     moved = 1 - 1 / (layout.num_stages * layout.num_tensor)
     replica = float(encoder.layers[-1].output_bytes(loads).sum(axis=2).mean()) * moved
-    recomputed = _recomputed(language, packing, own_levels) * layout.num_tensor
+    recomputed = _recomputed(language, packing, own_levels, pipeline)
     return PlacedStep(
         layout=layout,
         schedule=schedule,
@@ -142,62 +138,8 @@ def place_spread(
         boundaries=boundaries,
         recompute=(*levels, *own_levels),
         step_seconds=seconds + encoding + ways * replica / model.links.bandwidth_bytes_per_second,
-        recompute_seconds=recomputed + _recomputed(encoder, packing, levels) * alone.num_tensor,
+        recompute_seconds=recomputed + _recomputed(encoder, packing, levels, alone),
         peak_bytes=max(peaks),
-    )
-
-
-def place_units(
-    profile: ModelProfile, packing: Packing, layout: Layout, request: PlanRequest, schedule: ScheduleName
-) -> PlacedStep:
-    """Encoder and LLM on devices of their own (DistTrain), as `omnibal.pipeline.units` simulates them.
-
-    Raises:
-        InfeasibleError: A device does not fit what it must hold; ``missing_bytes`` says by how much.
-    """
-    own = layout.encoder
-    assert own is not None, "the caller gives the encoder devices"
-    encoder, language = split_profile(profile)
-    alone, behind = layout.parts
-    model = StepModel(language, packing, behind, request, schedule)
-    boundaries, levels, _ = _propose(model)
-    footprint = Footprint(
-        encoder, packing.largest, encoder_schedule(layout, packing.micro_batches), alone, request.cluster.overhead_bytes
-    )
-    seconds = recompute_seconds(encoder, packing.all_loads)
-    budgets = request.budgets(alone)
-    table = StageTable(footprint, budgets)
-    missing, _ = least_maximum(table.missing_bytes().astype(np.float64))
-    if missing > 0:
-        raise InfeasibleError("the encoder must fit its devices", missing_bytes=int(missing))
-    # The cut whose slowest stage is fastest, each stage with the least recomputation that fits.
-    sums = np.concatenate([[0.0], np.cumsum(_layer_seconds(encoder, packing.all_loads))])
-    _, cut = least_maximum(np.stack([differences(sums)] * own.num_stages) + table.least_seconds(seconds))
-    own_levels = tuple(
-        level
-        for stage in range(own.num_stages)
-        for level in choose_levels(footprint, stage, range(cut[stage], cut[stage + 1]), seconds, budgets[stage])
-    )
-    count, whole = len(encoder.layers), (*own_levels, *levels)
-    partition = Partition((*cut, *(count + boundary for boundary in boundaries[1:])))
-    steps = [
-        simulate_units(
-            profile, partition, loads, layout, request.cluster.links_of(behind),
-            encoder_links=request.cluster.links_of(alone), recompute=whole, schedule=schedule,
-        ).step_seconds
-        for loads in packing.steps
-    ]  # fmt: skip
-    held = [*footprint.stages(Partition(cut), own_levels), *model.footprint.stages(Partition(boundaries), levels)]
-    recomputed = _recomputed(language, packing, levels) * layout.num_tensor
-    return PlacedStep(
-        layout=layout,
-        schedule=schedule,
-        micro_batches=packing.micro_batches,
-        boundaries=partition.boundaries,
-        recompute=whole,
-        step_seconds=fmean(steps),
-        recompute_seconds=recomputed + _recomputed(encoder, packing, own_levels) * own.num_tensor,
-        peak_bytes=max(stage.total for stage in held),
     )
 
 
@@ -209,15 +151,10 @@ def _propose(model: StepModel) -> tuple[Boundaries, tuple[Level, ...], float]:
     return choice.boundaries, model.levels(choice.boundaries), choice.step_seconds
 
 
-def _recomputed(profile: ModelProfile, packing: Packing, levels: tuple[Level, ...]) -> float:
-    """Seconds that all micro-batches of a mean step recompute, on one tensor rank."""
-    loads = packing.all_loads
+def _recomputed(profile: ModelProfile, packing: Packing, levels: tuple[Level, ...], layout: Layout) -> float:
+    """Seconds of all devices together that all micro-batches of a mean step recompute."""
+    loads, border = packing.all_loads, encoder_layers(profile.layers) if layout.has_units else 0
     seconds = recompute_seconds(profile, loads)[np.arange(len(levels)), [LEVELS.index(level) for level in levels]]
-    return float(seconds.sum()) * loads.shape[1] * loads.shape[2]
-
-
-def _layer_seconds(profile: ModelProfile, loads: Load) -> FloatArray:
-    """Mean seconds of a micro-batch in each layer, forward and backward."""
-    costs = [layer.forward_seconds + layer.backward_seconds + layer.weight_seconds for layer in profile.layers]
-    values: Mapping[CostModel, float] = {cost: float(cost(loads).mean()) for cost in set(costs)}
-    return np.array([values[cost] for cost in costs])
+    (_, encoder), (_, language) = layout.shape(0), layout.shape(layout.num_stages - 1)
+    whole = float(seconds[:border].sum()) * encoder + float(seconds[border:].sum()) * language
+    return whole * loads.shape[1] * loads.shape[2]

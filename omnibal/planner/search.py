@@ -14,6 +14,7 @@ from omnibal.cluster import Layout
 from omnibal.cost import FloatArray, IntArray, Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import InfeasibleError, bytes_in_words
+from omnibal.families.base import encoder_layers
 from omnibal.memory.footprint import Footprint
 from omnibal.memory.recompute import StageTable, choose_levels, recompute_seconds
 from omnibal.pipeline.optimize import Boundaries, descend, least_maximum, model_optima
@@ -22,6 +23,7 @@ from omnibal.pipeline.problem import PartitionProblem
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.pipeline.simulate import mode_of
 from omnibal.pipeline.times import step_times, summed
+from omnibal.pipeline.units import UnitProblem, schedule_of, unit_times
 from omnibal.plan import Plan
 from omnibal.planner.packings import Packing, PlanRequest, packings
 from omnibal.planner.prediction import predict
@@ -45,7 +47,7 @@ class StepModel:
     ) -> None:
         self.profile, self.packing, self.layout, self.request = profile, packing, layout, request
         self.num_stages, self.links = layout.num_stages, request.cluster.links_of(layout)
-        self.schedule_name, self.schedule = schedule, SCHEDULES[schedule](self.num_stages, packing.micro_batches)
+        self.schedule_name, self.schedule = schedule, schedule_of(layout, packing.micro_batches, schedule)
         self.budgets = budgets or request.budgets(layout)
         self.footprint = Footprint(profile, packing.largest, self.schedule, layout, request.cluster.overhead_bytes)
         self._loads = [load for step in packing.steps for load in step]
@@ -54,6 +56,9 @@ class StepModel:
         self.average = self._problem(self._loads)
         self.steps = self._split(self.average)
         self.recompute_seconds = recompute_seconds(profile, packing.all_loads)
+        # Micro-batches that a replica of each stage runs for each one of the LLM's: (stages, 1, 1)
+        replicas = [layout.shape(stage)[0] for stage in range(self.num_stages)]
+        self.turns = layout.num_replicas / np.array(replicas)[:, None, None]
         self._chosen: dict[tuple[int, int, int], tuple[Level, ...]] = {}
 
     def __str__(self) -> str:
@@ -77,7 +82,8 @@ class StepModel:
 
     @cached_property
     def lower_bound_seconds(self) -> float:
-        busy = self.packing.micro_batches * least_maximum(self.average.mean.stage + self.recompute)[0]
+        seconds = self.turns * (self.average.mean.stage + self.recompute)
+        busy = self.packing.micro_batches * least_maximum(seconds)[0]
         return max(busy, fmean(problem.lower_bound_seconds for problem in self.steps))
 
     def levels(self, boundaries: Boundaries) -> tuple[Level, ...]:
@@ -92,8 +98,8 @@ class StepModel:
         """Lower bounds of `step_seconds`, of the same shapes."""
         # The slowest stage is busy with every micro-batch of the step, recomputation included.
         stages = (np.arange(self.num_stages), partitions[:, :-1], partitions[:, 1:])
-        recompute = self.recompute[stages]
-        busy = self.packing.micro_batches * (self.average.mean.stage[stages] + recompute).max(axis=1)
+        seconds = self.turns[:, 0, 0] * (self.average.mean.stage[stages] + self.recompute[stages])
+        busy = self.packing.micro_batches * seconds.max(axis=1)
         bound: FloatArray = np.maximum(busy, _mean(problem.bound(partitions) for problem in self.steps))
         return bound
 
@@ -120,6 +126,11 @@ class StepModel:
         return np.moveaxis(np.diff(sums, axis=-1), -1, 1)
 
     def _problem(self, loads: Sequence[Load]) -> PartitionProblem:
+        if self.layout.has_units:
+            cluster, border = self.request.cluster, encoder_layers(self.profile.layers)
+            own = cluster.links_of(self.layout, of_encoder=True)
+            times = unit_times(self.profile, loads, self.layout, border, self.links, encoder_links=own)
+            return UnitProblem.of(self.profile, times, self.layout, self.schedule_name)
         times = step_times(self.profile, loads, self.links, zero_stage=self.layout.zero_stage)
         return PartitionProblem(self.profile, times, self.schedule, mode_of(self.schedule, "rendezvous"))
 
@@ -239,10 +250,23 @@ def _formula(model: StepModel, recompute: FloatArray) -> dict[Boundaries, float]
     whole = average.passing[0, 0, -1]
     # A stage that does not fit has an infinite pace. Its passage must be finite, since infinite ones could not be
     # summed, but too long for any shortest way.
-    passing = average.passing + np.where(np.isfinite(recompute), recompute, _FAR * whole)
+    pace = model.turns * (average.pace + recompute)
+    passing = average.passing + np.where(np.isfinite(pace), recompute, _FAR * whole)
     passing[0, 0, -1] = whole  # the entry of the whole model is the unit in which the formula measures evenness
-    optima = model_optima(average.pace + recompute, passing, model.packing.micro_batches)
+    optima = model_optima(pace, passing, model.packing.micro_batches)
+    if model.layout.has_units:
+        optima.append(_even_parts(pace, model.layout.encoder_stages))
     return dict(zip(optima, model.step_seconds(np.array(optima)).tolist(), strict=True))
+
+
+def _even_parts(pace: FloatArray, own: int) -> Boundaries:
+    """The cut with the least slowest stage of the encoder, the first ``own`` stages, and of the LLM, each by itself."""
+    # The formula knows one pace: beside a slow part, it cuts the other one by its passage alone.
+    stages, cuts = np.arange(len(pace)), list[Boundaries]()
+    for counts in (stages < own, stages >= own):
+        weight = np.where(counts, 1, 1e-9)[:, None, None]
+        cuts.append(least_maximum(pace * weight)[1])
+    return (*cuts[0][:own], *cuts[1][own:])
 
 
 def _best(model: StepModel, seconds: dict[Boundaries, float]) -> Choice:

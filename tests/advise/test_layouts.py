@@ -64,7 +64,13 @@ def test_hidden_talk_is_an_assumption_that_is_shown(small):
 
 def test_what_runs_today_is_told_from_what_can_only_be_weighed(small):
     _, found = small
-    assert {each.kind for each in found.candidates if each.runs_today} <= {"zero", "rearranged", "pipeline"}
+    runs = {each.kind for each in found.candidates if each.runs_today}
+    assert runs <= {"zero", "rearranged", "pipeline", "units"}
+    for each in found.candidates:
+        if each.kind == "units":
+            assert each.runs_today == (not each.step.layout.has_tensor_ranks)
+            layout = replace(each.step.layout, num_tensor=2)
+            assert not replace(each, step=replace(each.step, layout=layout)).runs_today
     assert found.winner_today.runs_today
 
 
@@ -79,7 +85,7 @@ def test_of_equally_fast_layouts_the_simplest_wins():
     assert close.winner.kind == "zero"
     far = LayoutAnswer((candidate("units", 11), candidate("pipeline", 10.9), candidate("zero", 10)), {})
     assert far.winner.kind == "pipeline"
-    assert LayoutAnswer((candidate("units", 11),), {"zero": 5}).winner_today is None
+    assert LayoutAnswer((candidate("tensor", 11),), {"zero": 5}).winner_today is None
 
 
 def test_costs_of_one_device_leave_tensor_ranks_out():

@@ -13,11 +13,12 @@ import omnibal.trials as trials_module
 from omnibal import vlm
 from omnibal.cli.entering import enter
 from omnibal.cli.weighing import WEIGHED
-from omnibal.cluster import Cluster
+from omnibal.cluster import Cluster, Encoder
 from omnibal.config import read_config
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
+from omnibal.families.base import encoder_layers
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.plan import Plan
@@ -301,9 +302,26 @@ def test_what_training_would_refuse_is_not_planned(refusal, ds_config, tmp_path,
     assert not (tmp_path / "run" / "plan.json").exists()
 
 
-def test_an_encoder_with_devices_of_its_own_is_not_planned(refusal, ds_config):
-    config = ds_config(pipeline={"encoder": {"num_stages": 1, "num_replicas": 2}})
-    assert "omnibal.pipeline.encoder must be left out to plan" in refusal("plan", config)
+def test_an_encoder_with_devices_of_its_own_is_planned(omnibal, refusal, ds_config, tmp_path):
+    apart = {"num_stages": "auto", "encoder": {"num_replicas": 2}}
+    record = json.loads(omnibal("plan", ds_config(pipeline=apart), "--cluster", "6xA100-80GB", "--json").stdout)
+    plan = Plan.load(tmp_path / "run" / "plan.json")
+    assert plan.layout.encoder == Encoder(1, 2) and plan.layout.num_devices == 6
+    assert plan.partition.boundaries[1] == encoder_layers(Workspace.read(ds_config()).records)
+    assert plan.micro_batches * plan.layout.num_replicas % 2 == 0
+    assert record["plan"]["predicted"]["step_seconds"] == plan.predicted.step_seconds > 0
+
+
+def test_where_units_win_they_are_planned_and_entered(omnibal, ds_config, tmp_path):
+    config = ds_config(pipeline={"num_stages": "auto"}, cluster="3xA100-80GB")
+    record = json.loads(omnibal("plan", config, "--layout", "units", "--write", "--json").stdout)
+    assert record["layouts"]["winner"] == "units" and record["layouts"]["candidates"][0]["runs_today"]
+    assert "not weighed: " not in str(record) and "tensor ranks, which do not run" in str(record["layouts"])
+    plan = Plan.load(tmp_path / "run" / "plan.json")
+    assert plan.layout.has_units and plan.layout.num_devices == 3
+    workspace = Workspace.read(config)
+    layout = workspace.layout_on(3, "processes", plan.partition.num_layers)
+    assert workspace.resolve_plan(workspace.records, layout, workspace.lengths) == plan
 
 
 def test_a_batch_size_follows_on_the_ds_configs_own_cluster(omnibal, ds_config):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnibal.cluster import OVERHEAD_BYTES, Cluster, Layout
+from omnibal.cluster import OVERHEAD_BYTES, Cluster, Encoder, Layout
 from omnibal.cost import CostModel, Load
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
@@ -19,7 +19,9 @@ from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.planner import PlanRequest
 from omnibal.planner.packings import Packing, packings
 from tests.clusters import cluster
+from tests.memory.models import random_model
 from tests.pipeline.profiles import fixed_profile, layer, profile
+from tests.planner.problems import with_vision
 
 
 def request(*, num_devices=8, memory_bytes=1000, **changes):
@@ -59,6 +61,28 @@ def test_devices_that_share_layers_count_as_one():
         request(cluster=nodes).layouts(replace(shared, tensor_parallel=4))
     with pytest.raises(ConfigError, match="tensor_parallel must be one number for vision and language here"):
         request().layouts(replace(shared, tensor_parallel={"vision": 1, "language": 2}))
+
+
+def test_an_encoder_leaves_the_others_devices_to_pipelines_of_the_llm():
+    profile = with_vision(random_model(np.random.default_rng(0), max_blocks=4))
+    apart = request(num_devices=14, encoder=Encoder(1, 2))
+    assert [(layout.num_stages, layout.num_replicas) for layout in apart.layouts(profile)] == [(2, 12), (3, 6), (4, 4)]
+    # Of 3 encoders and 8 LLMs, 4 or 2 LLMs neither number divides the other.
+    refused = request(num_devices=11, encoder=Encoder(1, 3))
+    with pytest.raises(ConfigError, match="must divide each other, got 3 and"):
+        refused.layouts(profile)
+    for changes, message in (
+        ({"cluster": cluster(15, 1000), "num_stages": 3}, "must divide the 13 devices .* leaves of 15, got 2"),
+        ({"encoder": Encoder(9, 1), "num_stages": 10}, "num_stages must be at most the model's"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            replace(apart, **changes).layouts(profile)
+
+
+def test_several_encoders_share_the_micro_batches_of_an_llm_alike():
+    for encoder, replicas, sharing in ((Encoder(1, 4), 1, 4), (Encoder(1, 4), 2, 2), (Encoder(1, 1), 2, 1)):
+        found = packings(LENGTHS, request(encoder=encoder, global_batch=64), replicas)
+        assert all(packing.micro_batches % sharing == 0 for packing in found)
 
 
 def test_budgets_leave_the_head_room():

@@ -16,7 +16,7 @@ from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import one_f_one_b, zero_bubble
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.planner.packings import Packing, PlanRequest
-from omnibal.planner.placements import place_pipeline, place_spread, place_units, split_profile
+from omnibal.planner.placements import place_pipeline, place_spread, split_profile
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LayerCost, ModelProfile
 
@@ -65,7 +65,7 @@ def test_a_spread_encoder_before_one_stage_is_data_parallelism(profile):
 
 def test_units_of_equal_replicas_are_the_pipeline_with_the_same_cut():
     layout = Layout(4, 2, encoder=Encoder(1, 2))
-    units = place_units(PROFILE, even(2, 8), layout, request(), "1f1b")
+    units = place_pipeline(PROFILE, even(2, 8), layout, request(), "1f1b")
     assert units.boundaries[1] == encoder_layers(PROFILE.layers)
     pipeline = simulate_step(
         PROFILE, Partition(units.boundaries), even(2, 8).steps[0], CLUSTER.links_of(Layout(4, 2)),
@@ -77,7 +77,7 @@ def test_units_of_equal_replicas_are_the_pipeline_with_the_same_cut():
 def test_an_encoder_on_all_devices_works_faster_than_on_one_stage():
     heavy = even(2, 16, units=40, tokens=2000)
     found = place_spread(PROFILE, heavy, spread(Layout(4, 2)), request(), "1f1b", "full")
-    alone = place_units(PROFILE, heavy, Layout(4, 2, encoder=Encoder(1, 2)), request(), "1f1b")
+    alone = place_pipeline(PROFILE, heavy, Layout(4, 2, encoder=Encoder(1, 2)), request(), "1f1b")
     assert found.step_seconds < 0.7 * alone.step_seconds
     assert len(found.boundaries) == 5 and len(found.recompute) == len(PROFILE.layers)
 
@@ -102,12 +102,9 @@ def test_the_pipeline_is_what_the_planner_proposes():
 
 def test_what_does_not_fit_says_what_is_missing():
     small = replace(CLUSTER, memory_bytes=6e9)
-    for place, layout in (
-        (place_pipeline, Layout(8, 1)),
-        (place_units, Layout(8, 1, encoder=Encoder(1, 1))),
-    ):
+    for layout in (Layout(8, 1), Layout(8, 1, encoder=Encoder(1, 1))):
         with pytest.raises(InfeasibleError) as refusal:
-            place(PROFILE, even(1, 8), layout, request(small), "1f1b")
+            place_pipeline(PROFILE, even(1, 8), layout, request(small), "1f1b")
         assert 0 < refusal.value.missing_bytes < 20e9
     with pytest.raises(InfeasibleError) as refusal:
         place_spread(PROFILE, even(1, 8, units=100), spread(Layout(8, 1)), request(small), "1f1b", "none")

@@ -1,11 +1,12 @@
 """Joint search against every partition of small models, each with every choice of levels."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from omnibal.errors import InfeasibleError
-from omnibal.pipeline.simulate import simulate_step
-from omnibal.planner.search import improve, propose, retreat
+from omnibal.planner.search import Choice, improve, propose, retreat
 from tests.memory.oracles import fastest_levels, least_total, total_seconds
 from tests.planner.problems import partitions, random_step_model, two_phase_seconds
 
@@ -22,34 +23,33 @@ def recompute_of(model, stage, boundaries):
 def everything(model):
     """Mean step seconds of every partition under the fastest levels that fit, by the public simulator."""
     seconds = {}
-    for partition in partitions(len(model.profile.layers), model.num_stages):
+    for partition in partitions(model.profile, model.layout):
         try:
             levels = model.levels(partition.boundaries)
         except InfeasibleError:
             continue
         steps = [
-            simulate_step(
-                model.profile, partition, loads, model.links, zero_stage=model.layout.zero_stage,
-                recompute=levels, schedule=model.schedule,
-            )
+            replace(Choice(model, partition.boundaries, 0.0).plan, recompute=levels).simulate(model.profile, loads)
             for loads in model.packing.steps
-        ]  # fmt: skip
+        ]
         seconds[partition.boundaries] = np.mean([step.step_seconds for step in steps])
     return seconds
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["pipeline", "units"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_joint_search_is_within_two_per_cent_of_the_best_of_all(seed):
-    model = random_step_model(seed)
+def test_joint_search_is_within_two_per_cent_of_the_best_of_all(seed, apart):
+    model = random_step_model(seed, apart=apart)
     best = min(everything(model).values())
     found = improve(model)
     assert best * (1 - 1e-12) <= found.step_seconds <= 1.02 * best
     assert found.step_seconds >= model.lower_bound_seconds * (1 - 1e-9)
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["pipeline", "units"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_model_of_a_step_agrees_with_the_public_simulator(seed):
-    model = random_step_model(seed)
+def test_the_model_of_a_step_agrees_with_the_public_simulator(seed, apart):
+    model = random_step_model(seed, apart=apart)
     expected = everything(model)
     found = model.step_seconds(np.array(list(expected)))
     assert found == pytest.approx(list(expected.values()))
@@ -82,18 +82,19 @@ def test_some_of_these_do_not_fit():
     assert 3 <= fits.count(False) < len(SEEDS)
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["pipeline", "units"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_missing_bytes_are_exact(seed):
-    model = random_step_model(seed, max_blocks=3, tightness=-0.2)
+def test_missing_bytes_are_exact(seed, apart):
+    model = random_step_model(seed, max_blocks=3, tightness=-0.2, apart=apart)
     needs = [
         max(
             least_total(model.footprint, stage, partition.layers(stage)) - model.budgets[stage]
             for stage in range(model.num_stages)
         )
-        for partition in partitions(len(model.profile.layers), model.num_stages)
+        for partition in partitions(model.profile, model.layout)
     ]
     assert model.missing[0] == min(needs) > 0
-    assert random_step_model(seed, max_blocks=3, tightness=0.0).missing[0] == 0
+    assert random_step_model(seed, max_blocks=3, tightness=0.0, apart=apart).missing[0] == 0
 
 
 def test_unbounded_memory_leaves_nothing_to_recompute():

@@ -18,7 +18,7 @@ from omnibal.device import DEVICES
 from omnibal.families import layer_records
 from omnibal.planner.allocation import ModuleCost, allocate
 from omnibal.planner.packings import Packing, PlanRequest
-from omnibal.planner.placements import place_units, split_profile
+from omnibal.planner.placements import place_pipeline, split_profile
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
 from tools.bench import machine, print_table
@@ -125,7 +125,7 @@ def rigid_seconds(layout: Layout, scenario: Scenario, profile: ModelProfile) -> 
     step = tuple(load[samples] for samples in np.arange(scenario.samples_per_step).reshape(shape))
     packing = Packing(PackLimits(MOST_IMAGES, TOKENS), shape[1], scenario.samples_per_step, (step,), load.max())
     request = PlanRequest(cluster=scenario.cluster, global_batch=scenario.samples_per_step)
-    return place_units(profile, packing, layout, request, "1f1b").step_seconds
+    return place_pipeline(profile, packing, layout, request, "1f1b").step_seconds
 
 
 def print_models() -> None:
