@@ -56,6 +56,11 @@ def request_of(
 ) -> PlanRequest:
     """What the ds_config asks of a plan, but for what is given."""
     packing, pipeline = workspace.section.packing, workspace.section.pipeline
+    if pipeline.encoder == "spread":
+        raise ConfigError(
+            "omnibal.pipeline.encoder must be devices of the encoder's own or left out to plan, got 'spread'; "
+            "`--layout spread` weighs an encoder on all devices"
+        )
     layout = layout_of(workspace.config, 1, 1)
     return PlanRequest(
         cluster=workspace.cluster,
