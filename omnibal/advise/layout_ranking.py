@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import product, zip_longest
-from operator import add
 from typing import Final, Literal, NamedTuple
 
-import numpy as np
-
 from omnibal.advise.estimate import Scenario
-from omnibal.cluster import Cluster, Encoder, Layout, Links
-from omnibal.cost import CostModel, FloatArray, Load
+from omnibal.advise.layout_formula import PartCounts, StepFormula
+from omnibal.cluster import Cluster, Encoder, Layout
+from omnibal.cost import Load
 from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.families.base import encoder_layers
-from omnibal.memory.footprint import TrainingState
-from omnibal.pipeline.optimize import least_maximum
-from omnibal.pipeline.problem import differences
 from omnibal.planner.allocation import ModuleCost, allocate
 from omnibal.planner.packings import PlanRequest
 from omnibal.planner.placements import split_profile
@@ -38,9 +33,6 @@ FACTORS: Final = 2**9 * 3**3 * 5**2 * 7
 """Replicas of units are divisors of this number: few others have many encoders or LLMs that divide them."""
 MOST_ALLOCATED: Final = 128
 """Allocations of devices to units of each size of packs."""
-FILL: Final = 1 / 3
-"""Bubble of a zero-bubble schedule in that of 1F1B, ``(stages - 1) · slowest``, where F, B and W take equally long
-(Qi et al., ICLR 2024): the formula ranks what the best schedule may do."""
 LEVELS_TRIED: Final[tuple[Level, ...]] = ("none", "full")
 
 
@@ -51,90 +43,6 @@ class RankedLayout(NamedTuple):
     layout: Layout
     micro_batches: int
     level: Level = "none"  # of a spread encoder
-
-
-@dataclass(frozen=True)
-class PartCounts:
-    """What a part of the model costs per sample, on each of the devices that share its layers."""
-
-    passes: tuple[float, ...]  # seconds of every layer, forward and backward
-    recomputed: tuple[float, ...]  # seconds that full recomputation adds to every layer
-    kept: float  # bytes that autograd keeps without recomputation
-    kept_recomputed: float
-    state: float  # bytes of weights and gradients, whatever the replicas
-    shared: float  # bytes of optimizer state, divided by the replicas
-    gradients: float  # bytes that replicas add up after a step
-    sent: float  # bytes that pass a cut behind the first layers
-    update: float  # seconds of the optimizer, divided by the replicas
-    num_layers: int
-
-    @classmethod
-    def of(cls, profile: ModelProfile, sample: Load, precision_of: Callable[[int], Layout]) -> PartCounts:
-        layers = profile.layers[profile.frozen_front :]
-        evaluated: dict[CostModel, float] = {}
-
-        def value(cost: CostModel) -> float:
-            if cost not in evaluated:
-                evaluated[cost] = float(cost(sample))
-            return evaluated[cost]
-
-        passes = [
-            value(layer.forward_seconds) + (value(layer.backward_seconds) + value(layer.weight_seconds)) * trained
-            for trained, part in ((False, profile.layers[: profile.frozen_front]), (True, layers))
-            for layer in part
-        ]
-        # TrainingState adds up what replicas share and what they do not: two numbers of replicas tell them apart.
-        one, two = (float(TrainingState(profile, precision_of(count)).whole[0, -1]) for count in (1, 2))
-        again = [value(layer.recompute_seconds["full"]) for layer in layers]
-        return cls(
-            passes=tuple(passes),
-            recomputed=(0.0,) * profile.frozen_front + tuple(again),
-            kept=sum(value(layer.saved_bytes["none"]) for layer in layers),
-            kept_recomputed=sum(value(layer.saved_bytes["full"]) for layer in layers),
-            state=2 * two - one,
-            shared=2 * (one - two),
-            gradients=sum(layer.gradient_bytes for layer in profile.layers),
-            sent=value(profile.layers[0].output_bytes),
-            update=sum(layer.optimizer_seconds for layer in profile.layers),
-            num_layers=len(profile.layers),
-        )
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.passes)
-
-    @property
-    def recompute(self) -> float:
-        return sum(self.recomputed)
-
-    def stage_state(self, layout: Layout) -> float:
-        """Bytes of weights, gradients and optimizer state on a device of a mean stage."""
-        return (self.state + self.shared / layout.num_replicas) / layout.num_stages
-
-    def __add__(self, other: PartCounts) -> PartCounts:
-        return PartCounts(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
-
-    def stage_seconds(self, in_flight: FloatArray, samples: float, room: float) -> float:
-        """Seconds of the slowest stage for a micro-batch of so many samples, recomputing as little as fits.
-
-        ``in_flight`` are the micro-batches that each stage keeps.
-        """
-        num_stages = len(in_flight)
-        everything, least = (in_flight * samples * kept / num_stages for kept in (self.kept, self.kept_recomputed))
-        # A partition gives fewer layers to the first stages, which keep most: the mean stage must fit.
-        if (missing := float(least.mean()) - room) > 0:
-            raise InfeasibleError("all layers recomputed must fit", missing_bytes=round(missing))
-        share = float(np.clip((everything - room) / np.maximum(everything - least, 1), 0, 1).mean())
-        kept = _slowest_stage(self.passes, num_stages)
-        again = _slowest_stage(tuple(map(add, self.passes, self.recomputed)), num_stages) if share else kept
-        return samples * (kept + share * (again - kept))
-
-
-@lru_cache(maxsize=1024)
-def _slowest_stage(passes: tuple[float, ...], num_stages: int) -> float:
-    """Seconds of the slowest of stages of whole layers, as even as these can be."""
-    sums = np.cumsum((0.0, *passes))
-    return least_maximum(np.stack([differences(sums)] * num_stages))[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +60,6 @@ class LayoutRanking:
     refused: dict[tuple[int, int], str] = field(default_factory=dict)
     """Why tensor degrees of encoder and LLM cannot be, as far as they were tried."""
     _profiles: dict[tuple[int, int], ModelProfile] = field(default_factory=dict)
-    _known_links: dict[Layout, Links] = field(default_factory=dict)
 
     def rank(self, kind: PipelineKind, missing: list[int]) -> list[RankedLayout]:
         """Layouts of a kind, the fastest of each tensor degree in turns.
@@ -160,10 +67,10 @@ class LayoutRanking:
         What a device lacks for those that do not fit goes to ``missing``.
         """
         ranked = list[RankedLayout]()
-        made = self._units(missing) if kind == "units" else self._layouts_of(kind)
+        made = self._units(missing) if kind == "units" else self.layouts_of(kind)
         for layout, micro_batches, level in dict.fromkeys(made):
             try:
-                seconds = self._formula(layout, micro_batches, level)
+                seconds = self.formula_seconds(layout, micro_batches, level)
             except InfeasibleError as lacking:
                 missing.append(lacking.missing_bytes)
             else:
@@ -179,7 +86,7 @@ class LayoutRanking:
         # What the formula leaves out of memory depends on the tensor ranks most: each degree has its turn.
         return [found for turn in zip_longest(*by_degree.values()) for found in turn if found is not None]
 
-    def _layouts_of(self, kind: PipelineKind) -> Iterator[tuple[Layout, int, Level]]:
+    def layouts_of(self, kind: PipelineKind) -> Iterator[tuple[Layout, int, Level]]:
         """Layouts on all devices of a kind but units, micro-batches, and what a spread encoder recomputes."""
         for layout, level in self._whole_layouts(kind):
             yield from ((layout, micro_batches, level) for micro_batches in self.micro_batches(layout))
@@ -188,13 +95,13 @@ class LayoutRanking:
         degrees = [degree for degree in DEGREES if degree <= self._cluster.devices_per_node]
         if kind in ("pipeline", "tensor"):
             for degree in [1] if kind == "pipeline" else degrees[1:]:
-                if self._counted(degree, degree):
-                    yield from ((layout, "none") for layout in self._pipelines(degree, self._num_layers))
+                if self.counts(degree, degree):
+                    yield from ((layout, "none") for layout in self._pipelines(degree, self.num_layers))
             return
         for language, encoder in product(degrees, degrees) if kind == "spread" else ():
-            if encoder <= language and self._counted(encoder, language) and self._cluster.num_devices % encoder == 0:
+            if encoder <= language and self.counts(encoder, language) and self._cluster.num_devices % encoder == 0:
                 copies = self._cluster.num_devices // encoder
-                for layout in self._pipelines(language, self._num_layers - self.border):
+                for layout in self._pipelines(language, self.num_layers - self.border):
                     spread = replace(layout, encoder=Encoder(0, copies, encoder, "spread"))
                     yield from ((spread, level) for level in LEVELS_TRIED)
 
@@ -204,89 +111,18 @@ class LayoutRanking:
         # One stage on one device is no pipeline but data parallelism, which is weighed as ZeRO.
         for stages in range(2 if degree == 1 else 1, min(ranks, most_stages, MOST_STAGES) + 1):
             if left == 0 and ranks % stages == 0 and self.num_stages in (None, stages):
-                yield self._layout(stages, ranks // stages, degree)
+                yield self.layout(stages, ranks // stages, degree)
 
-    def _formula(self, layout: Layout, micro_batches: int, level: Level) -> float:
-        """About what a step takes: ``(micro_batches + FILL · (stages - 1)) · slowest``, and sums of gradients.
-
-        Raises:
-            InfeasibleError: A mean stage with all layers recomputed does not fit.
-        """
-        own = layout.encoder
-        counts = self._counted(layout.num_tensor if own is None else own.num_tensor, layout.num_tensor)
+    def formula_seconds(self, layout: Layout, micro_batches: int, level: Level) -> float:
+        """What the formula says of a step; an InfeasibleError if it says that the layout does not fit."""
+        counts = self.counts(*degrees_of(layout))
         assert counts is not None, "layouts are made of degrees that were counted"
-        vision, language = counts
-        samples = self.scenario.samples_per_step / (layout.num_replicas * micro_batches)
-        if own is None:
-            return self._pipeline_seconds(vision + language, layout, micro_batches, samples)
-        encoder, behind = layout.parts
-        if own.placement == "spread":
-            share = self.scenario.samples_per_step / encoder.num_replicas
-            kept, again = (vision.kept, 0.0) if level == "none" else (vision.kept_recomputed, vision.recompute)
-            encoding, beside = share * (vision.seconds + again), vision.stage_state(encoder) + share * kept
-            seconds = self._pipeline_seconds(language, behind, micro_batches, samples, beside)
-            return encoding + self._sums(vision, encoder, encoding) + seconds
-        # LLM replicas that an encoder works for; it has as many micro-batches in flight for each stage behind it.
-        served = behind.num_replicas / encoder.num_replicas
-        in_flight = behind.num_stages * served + np.arange(encoder.num_stages, 0.0, -1)
-        encoding = vision.stage_seconds(in_flight, samples, self._room - vision.stage_state(encoder))
-        in_flight = _in_flight(behind.num_stages, micro_batches)
-        seconds = language.stage_seconds(in_flight, samples, self._room - language.stage_state(behind))
-        fill = self._fill(language, behind, seconds, samples)
-        fill += 2 * self._transfer(vision, behind, samples)
-        # Encoders run 1F1B, whose bubbles nothing fills. One that serves several replicas makes the last of them wait.
-        turns = (1 + 2 * max(served, 1)) / 3
-        waits = encoding * self._uneven(samples) * (encoder.num_stages - 1 + turns)
-        paces = encoding * served * micro_batches + FILL * seconds, seconds * micro_batches + waits
-        return max(paces) + fill + max(self._sums(vision, encoder, encoding), self._sums(language, behind, seconds))
-
-    def _pipeline_seconds(
-        self, part: PartCounts, layout: Layout, micro_batches: int, samples: float, beside: float = 0.0
-    ) -> float:
-        """Seconds of a step of one pipeline, whose devices hold ``beside`` bytes more."""
-        room = self._room - beside - part.stage_state(layout)
-        slowest = part.stage_seconds(_in_flight(layout.num_stages, micro_batches), samples, room)
-        pace = max(slowest, self._transfer(part, layout, samples))
-        fill = self._fill(part, layout, slowest, samples)
-        return pace * micro_batches + fill + self._sums(part, layout, slowest)
-
-    def _fill(self, part: PartCounts, layout: Layout, seconds: float, samples: float) -> float:
-        """Seconds in which stages wait for the largest micro-batch to pass all others, there and back.
-
-        ``seconds`` is what a mean micro-batch takes on a stage.
-        """
-        passing = FILL * seconds * self._uneven(samples) + 2 * self._transfer(part, layout, samples)
-        return (layout.num_stages - 1) * passing
-
-    def _uneven(self, samples: float) -> float:
-        """The largest of even micro-batches of so many samples over a mean one."""
-        return max(self._largest_sample / samples, 1.0)
-
-    def _transfer(self, part: PartCounts, layout: Layout, samples: float) -> float:
-        """Seconds of a micro-batch of so many samples from one stage to the next."""
-        return samples * part.sent / self._links(layout).bandwidth_bytes_per_second if layout.num_stages > 1 else 0.0
-
-    def _sums(self, part: PartCounts, layout: Layout, seconds: float) -> float:
-        """Seconds of the optimizer, of sums of gradients, and of updated weights coming back, that nothing hides.
-
-        ``seconds`` is what a micro-batch takes on a stage, a third of it forward.
-        """
-        update = part.update / (layout.num_stages * layout.num_replicas)
-        if layout.num_replicas == 1:
-            return update
-        once = part.gradients / (layout.num_stages * self._links(layout).between_replicas)
-        # Weights come beside the first forward pass, gradients go beside the last backward pass.
-        return update + max(once - seconds / 3, 0) + max(once - seconds * 2 / 3, 0)
-
-    def _links(self, layout: Layout) -> Links:
-        if layout not in self._known_links:
-            self._known_links[layout] = self._cluster.links_of(layout)
-        return self._known_links[layout]
+        return self._formula.seconds(*counts, layout, micro_batches, level)
 
     def _units(self, missing: list[int]) -> Iterator[tuple[Layout, int, Level]]:
         """DistTrain's allocations for packs of several sizes, each part with and without recomputation."""
         degrees = [degree for degree in DEGREES if degree <= self._cluster.devices_per_node]
-        counted = {degree: counts for degree in degrees if (counts := self._counted(degree, degree))}
+        counted = {degree: counts for degree in degrees if (counts := self.counts(degree, degree))}
         if counted[1][0].seconds == 0:  # text alone leaves an encoder's devices idle
             return
         replicas = [count for count in range(1, self._cluster.num_devices) if FACTORS % count == 0]
@@ -299,7 +135,7 @@ class LayoutRanking:
             try:
                 found = allocate(
                     modules, self._cluster.num_devices, global_batch=max(num_packs, 1),
-                    device_memory_bytes=self._room, degrees=counted, replicas=replicas, most=MOST_ALLOCATED,
+                    device_memory_bytes=self._formula.room, degrees=counted, replicas=replicas, most=MOST_ALLOCATED,
                 )  # fmt: skip
             except InfeasibleError as lacking:
                 missing.append(lacking.missing_bytes)
@@ -310,7 +146,7 @@ class LayoutRanking:
                 if more % fewer == 0 and self.num_stages in (None, encoder.num_stages + language.num_stages):
                     own = Encoder(encoder.num_stages, encoder.num_replicas, encoder.num_tensor)
                     stages = own.num_stages + language.num_stages
-                    layout = self._layout(stages, language.num_replicas, language.num_tensor, own)
+                    layout = self.layout(stages, language.num_replicas, language.num_tensor, own)
                     for count in self.micro_batches(layout):
                         if count * layout.num_replicas % own.num_replicas == 0:
                             yield layout, count, "none"
@@ -324,12 +160,15 @@ class LayoutRanking:
         return PlanRequest(cluster=self._cluster, global_batch=self.scenario.samples_per_step, schedule="auto")
 
     @cached_property
-    def _room(self) -> float:
-        """Bytes of a device without its head room and what it holds beside the model."""
-        return min(self.request.budgets(Layout(self._cluster.num_devices))) - self._cluster.overhead_bytes
+    def _formula(self) -> StepFormula:
+        per_step, seconds = self.scenario.samples_per_step, self.scenario.alone[0].sum(axis=1)
+        longest = float(seconds.reshape(-1, per_step).max(axis=1).mean() / seconds.mean())
+        # The memory of a device without its head room and what it holds beside the model.
+        room = min(self.request.budgets(Layout(self._cluster.num_devices))) - self._cluster.overhead_bytes
+        return StepFormula(self._cluster, per_step, longest, room)
 
     @cached_property
-    def _num_layers(self) -> int:
+    def num_layers(self) -> int:
         return len(self.scenario.profile.layers)
 
     @cached_property
@@ -341,19 +180,13 @@ class LayoutRanking:
         samples = self.scenario.draws[0]
         return (samples if self.scenario.spares_rows else samples.all_rows).load.mean()
 
-    @cached_property
-    def _largest_sample(self) -> float:
-        """Seconds of the longest sample of a step over those of a mean one."""
-        per_step, seconds = self.scenario.samples_per_step, self.scenario.alone[0].sum(axis=1)
-        return float(seconds.reshape(-1, per_step).max(axis=1).mean() / seconds.mean())
-
     def profile(self, encoder: int, language: int) -> ModelProfile:
         if (encoder, language) not in self._profiles:
             alone = (encoder, language) == (1, 1)
             self._profiles[encoder, language] = self.scenario.profile if alone else self.profiles(encoder, language)
         return self._profiles[encoder, language]
 
-    def _counted(self, encoder: int, language: int) -> tuple[PartCounts, PartCounts] | None:
+    def counts(self, encoder: int, language: int) -> tuple[PartCounts, PartCounts] | None:
         """Counts of encoder and LLM; None where so many devices cannot share their layers."""
         if (encoder, language) in self.refused:
             return None
@@ -363,17 +196,22 @@ class LayoutRanking:
             except ConfigError as refusal:
                 self.refused[encoder, language] = str(refusal)
                 return None
-            counts = [PartCounts.of(part, self.mean_sample, lambda count: self._layout(1, count, 1)) for part in parts]
+            counts = [PartCounts.of(part, self.mean_sample, lambda count: self.layout(1, count, 1)) for part in parts]
             self._counts[encoder, language] = (counts[0], counts[1])
         return self._counts[encoder, language]
 
-    def _layout(self, stages: int, replicas: int, degree: int, encoder: Encoder | None = None) -> Layout:
+    def layout(self, stages: int, replicas: int, degree: int, encoder: Encoder | None = None) -> Layout:
         precision = self.scenario.profile.dtype
         return Layout(stages, replicas, num_tensor=degree, encoder=encoder, precision=precision)  # type: ignore[arg-type]
 
     def micro_batches(self, layout: Layout) -> list[int]:
         """Numbers of micro-batches of a replica in about equal ratios, up to one for each sample."""
         return _doubling(self.scenario.samples_per_step // layout.num_replicas)
+
+
+def degrees_of(layout: Layout) -> tuple[int, int]:
+    """Tensor ranks of encoder and LLM."""
+    return layout.num_tensor if layout.encoder is None else layout.encoder.num_tensor, layout.num_tensor
 
 
 def _doubling(most: int) -> list[int]:
@@ -384,12 +222,6 @@ def _doubling(most: int) -> list[int]:
     """
     powers = [2**power for power in range(max(most, 1).bit_length()) if 2**power < most]
     return [*powers, most] if most > 0 else []
-
-
-def _in_flight(num_stages: int, micro_batches: int) -> FloatArray:
-    """Micro-batches in flight on each stage under 1F1B."""
-    in_flight: FloatArray = np.minimum(np.arange(num_stages, 0.0, -1), micro_batches)
-    return in_flight
 
 
 def _module_cost(name: str, counts: Mapping[int, PartCounts], samples: int, level: Level) -> ModuleCost:

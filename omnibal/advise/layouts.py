@@ -7,7 +7,7 @@ alike (`omnibal.planner.placements`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -15,14 +15,14 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from omnibal.advise.batches import even_packs
+from omnibal.advise.batches import Batches, even_packs
 from omnibal.advise.estimate import Estimate, Recipe, Scenario
-from omnibal.advise.layout_ranking import LEVELS_TRIED, LayoutRanking, RankedLayout
+from omnibal.advise.layout_ranking import LEVELS_TRIED, LayoutRanking, PipelineKind, RankedLayout, degrees_of
 from omnibal.advise.wait import Sharding, bandwidth, exposed_seconds, phase_costs, phase_seconds
 from omnibal.cluster import Cluster, Layout
 from omnibal.cost import FloatArray, Load
 from omnibal.errors import InfeasibleError
-from omnibal.pipeline.schedule import SCHEDULES
+from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.planner.packings import Packing
 from omnibal.planner.placements import (
     PlacedStep,
@@ -51,6 +51,8 @@ MOST_TRIED: Final = 24
 """Layouts and numbers of micro-batches of each kind that are tried, with those that turn out not to fit."""
 MARGIN: Final = 1.15
 """Ranked layouts are tried while the formula says that they take at most so many times the fastest step so far."""
+FINALISTS: Final = 3
+"""Steps of each kind, the fastest on the first draw, that are placed once more on all draws, as ZeRO is."""
 SHARDINGS: Final[tuple[Sharding, ...]] = ("zero1", "zero2", "zero3")
 
 
@@ -133,7 +135,7 @@ def weigh_layouts(
         report: Called with what is being done.
     """
     ranking = LayoutRanking(scenario, profiles, num_stages)
-    weighing = _Weighing(scenario, ranking, report)
+    weighing = Weighing(scenario, ranking, report)
     found: list[WeighedLayout] = []
     missing: dict[Kind, int] = {}
     for kind in kinds:
@@ -151,11 +153,11 @@ def weigh_layouts(
 
 
 @dataclass(frozen=True, eq=False)
-class _Weighing:
+class Weighing:
     scenario: Scenario
     ranking: LayoutRanking
     report: Callable[[str], object]
-    _packings: dict[tuple[int, int], Packing] = field(default_factory=dict)
+    _batches: dict[tuple[int, int], list[Batches]] = field(default_factory=dict)
     _estimates: dict[Recipe, Estimate] = field(default_factory=dict)
 
     def best(self, kind: Kind) -> WeighedLayout | int:
@@ -163,18 +165,33 @@ class _Weighing:
         if kind == "zero" or kind == "rearranged":  # noqa: PLR1714  (mypy narrows the literal so)
             return self._data_parallel(rearranged=kind == "rearranged")
         missing = list[int]()
-        found = list[PlacedStep]()
+        finalists = list[PlacedStep]()
+        for step, ranked in self.tried(kind, missing):
+            if len(finalists) == FINALISTS:
+                break
+            try:
+                finalists.append(self._place(ranked, step.schedule, len(self.scenario.draws)))
+            except InfeasibleError as lacking:  # the first draw may lack the step that is largest
+                missing.append(lacking.missing_bytes)
+        if finalists:
+            return self._candidate(kind, min(finalists, key=_seconds))
+        return min(missing, default=0)
+
+    def tried(self, kind: PipelineKind, missing: list[int]) -> list[tuple[PlacedStep, RankedLayout]]:
+        """Steps of the best ranked layouts on the first draw, fastest first.
+
+        What a device lacks for those that do not fit goes to ``missing``.
+        """
+        found = list[tuple[PlacedStep, RankedLayout]]()
         tried = placed = 0
         for ranked in self.ranking.rank(kind, missing):
             if tried == MOST_TRIED or placed == MOST_PLACED:
                 break
-            if not found or ranked.seconds <= MARGIN * min(step.step_seconds for step in found):
-                steps = list(self._placed(ranked, missing))
-                found += steps
+            if not found or ranked.seconds <= MARGIN * min(step.step_seconds for step, _ in found):
+                steps = self.placed(ranked, missing)
+                found += [(step, ranked) for step in steps]
                 tried, placed = tried + 1, placed + bool(steps)
-        if found:
-            return self._candidate(kind, min(found, key=lambda step: step.step_seconds))
-        return min(missing, default=0)
+        return sorted(found, key=lambda each: each[0].step_seconds)
 
     @property
     def _cluster(self) -> Cluster:
@@ -182,30 +199,33 @@ class _Weighing:
 
     # Pipelines, and what contains one
 
-    def _placed(self, ranked: RankedLayout, missing: list[int]) -> Iterator[PlacedStep]:
-        """The layout under every schedule, as far as it fits; what a device lacks otherwise goes to ``missing``."""
-        layout = ranked.layout
-        degree = layout.num_tensor
-        profile = self.ranking.profile(degree if layout.encoder is None else layout.encoder.num_tensor, degree)
-        packing = self._packing(layout.num_replicas, ranked.micro_batches)
+    def placed(self, ranked: RankedLayout, missing: list[int]) -> list[PlacedStep]:
+        """Steps of a layout on the first draw, under each schedule with which it fits."""
+        layout, found = ranked.layout, list[PlacedStep]()
         self.report(f"simulating {layout}, {ranked.micro_batches} micro-batches")
         own = 0 if layout.encoder is None else layout.encoder.num_stages
         # A single stage has no bubble that another schedule could fill.
         for schedule in SCHEDULES if layout.num_stages - own > 1 else tuple(SCHEDULES)[:1]:
             try:
-                if layout.is_spread:
-                    yield place_spread(profile, packing, layout, self.ranking.request, schedule, ranked.level)
-                else:
-                    yield place_pipeline(profile, packing, layout, self.ranking.request, schedule)
+                found.append(self._place(ranked, schedule, 1))
             except InfeasibleError as lacking:
                 missing.append(lacking.missing_bytes)
+        return found
+
+    def _place(self, ranked: RankedLayout, schedule: ScheduleName, draws: int) -> PlacedStep:
+        layout, request = ranked.layout, self.ranking.request
+        profile = self.ranking.profile(*degrees_of(layout))
+        packing = self._packing(layout.num_replicas, ranked.micro_batches, draws)
+        if layout.is_spread:
+            return place_spread(profile, packing, layout, request, schedule, ranked.level)
+        return place_pipeline(profile, packing, layout, request, schedule)
 
     def _candidate(self, kind: Kind, step: PlacedStep) -> WeighedLayout:
         layout, devices = step.layout, self._cluster.num_devices
-        packing = self._packing(layout.num_replicas, step.micro_batches)
+        packing = self._packing(layout.num_replicas, step.micro_batches, len(self.scenario.draws))
         loads, total = packing.all_loads, step.step_seconds * devices
         # Work as one device would do it, and what sharing layers adds: all-reduces, and what every rank does in whole.
-        degrees = (layout.num_tensor if layout.encoder is None else layout.encoder.num_tensor, layout.num_tensor)
+        degrees = degrees_of(layout)
         useful = sum(_device_seconds(self.ranking.profile(1, 1), (1, 1), loads))
         shared = sum(_device_seconds(self.ranking.profile(*degrees), degrees, loads))
         spent = {"useful": useful, "tensor ranks": shared - useful, "recomputation": step.recompute_seconds}
@@ -302,24 +322,25 @@ class _Weighing:
         moved = float(profile.layers[self.ranking.border - 1].output_bytes(sample)) * (devices - 1) / devices
         return 2 * moved / bandwidth(self._cluster)
 
-    def _packing(self, num_replicas: int, micro_batches: int) -> Packing:
-        """Even packs of the first drawn steps; the largest of all drawn steps counts for memory."""
-        if (num_replicas, micro_batches) not in self._packings:
-            scenario = self.scenario
-            made = [
+    def _packing(self, num_replicas: int, micro_batches: int, draws: int) -> Packing:
+        """Even packs of the first drawn steps; the largest pack of all draws counts for memory."""
+        scenario = self.scenario
+        if (num_replicas, micro_batches) not in self._batches:
+            self._batches[num_replicas, micro_batches] = [
                 even_packs(
                     samples if scenario.spares_rows else samples.all_rows, alone, num_ranks=num_replicas,
                     micro_batches=micro_batches, samples_per_step=scenario.samples_per_step,
                 )
                 for samples, alone in zip(scenario.draws, scenario.alone, strict=True)
             ]  # fmt: skip
-            largest = Load.stack([batches.loads.max() for batches in made]).max()
-            steps = tuple(tuple(step) for step in made[0].loads)
-            limits = made[0].largest
-            self._packings[num_replicas, micro_batches] = Packing(
-                limits, micro_batches, float(scenario.samples_per_step), steps, largest
-            )
-        return self._packings[num_replicas, micro_batches]
+        made = self._batches[num_replicas, micro_batches]
+        steps = tuple(tuple(step) for batches in made[:draws] for step in batches.loads)
+        largest = Load.stack([batches.loads.max() for batches in made]).max()
+        return Packing(made[0].largest, micro_batches, float(scenario.samples_per_step), steps, largest)
+
+
+def _seconds(step: PlacedStep) -> float:
+    return step.step_seconds
 
 
 def _between(first: Any, last: Any, share: float) -> Any:

@@ -5,7 +5,7 @@ import pytest
 
 from omnibal.advise.estimate import Scenario
 from omnibal.advise.layout_ranking import LayoutRanking
-from omnibal.advise.layouts import EQUAL, KINDS, LayoutAnswer, WeighedLayout, _Weighing, weigh_layouts
+from omnibal.advise.layouts import EQUAL, KINDS, LayoutAnswer, WeighedLayout, Weighing, weigh_layouts
 from omnibal.advise.models import Model
 from omnibal.cluster import Cluster
 from omnibal.data.lengths import SampleLengths
@@ -130,10 +130,10 @@ def test_a_head_larger_than_other_layers_does_not_make_units_of_several_stages_l
     asked = scenario("InternVL3-2B", "8xA100-40GB", 64)
     ranking = LayoutRanking(asked, counted("InternVL3-2B", asked))
     ranked = ranking.rank("units", [])
-    packings = _Weighing(asked, ranking, print)
+    packings = Weighing(asked, ranking, print)
     for stages in (4, 5):
         found = next(each for each in ranked if each.layout.encoder.num_stages + stages == each.layout.num_stages)
-        placed = list(packings._placed(found, []))
+        placed = packings.placed(found, [])
         assert found.seconds <= 1.05 * min(step.step_seconds for step in placed), str(found.layout)
 
 
@@ -141,8 +141,8 @@ def test_few_micro_batches_do_not_hide_a_pipeline_whose_bubble_is_filled():
     # Two micro-batches of two stages are fastest; with 1F1B's bubble the formula ranks them behind others' steps.
     asked = scenario("InternVL3-2B", "2x4xA100-80GB", 16)
     ranking = LayoutRanking(asked, refuse)
-    weighing = _Weighing(asked, ranking, print)
-    placed = [step for ranked in ranking.rank("pipeline", []) for step in weighing._placed(ranked, [])]
+    weighing = Weighing(asked, ranking, print)
+    placed = [step for ranked in ranking.rank("pipeline", []) for step in weighing.placed(ranked, [])]
     assert weighing.best("pipeline").step.step_seconds == min(step.step_seconds for step in placed)
 
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from omnibal.advise import estimate
 from omnibal.advise.estimate import Scenario
-from omnibal.advise.layout_ranking import DEGREES, LayoutRanking, PipelineKind, RankedLayout
-from omnibal.advise.layouts import Kind, _Weighing
+from omnibal.advise.layout_ranking import DEGREES, LayoutRanking, PipelineKind, RankedLayout, degrees_of
+from omnibal.advise.layouts import Kind, Weighing
 from omnibal.advise.models import Model, adapted_profile
 from omnibal.cluster import Cluster, Encoder, Layout
 from omnibal.data.synthetic import patch_lengths, tiled_lengths
@@ -71,20 +71,19 @@ class Setting:
         frozen = {"everything": (), "frozen ViT": ("vision",), "frozen LLM": ("language",)}[self.trained]
         return analytic_profile(records, self.cluster.device, frozen=frozen, tensor_parallel=degrees)
 
-    def weighing(self) -> _Weighing:
+    def weighing(self) -> Weighing:
         lengths = tiled_lengths if self.model.startswith("InternVL") else patch_lengths
         per_step = self.per_device * self.cluster.num_devices
         scenario = Scenario(lengths(4000, seed=self.seed), self.profile(1, 1), self.cluster, per_step, spares_rows=True)
-        return _Weighing(scenario, LayoutRanking(scenario, self.profile), lambda doing: None)
+        return Weighing(scenario, LayoutRanking(scenario, self.profile), lambda doing: None)
 
 
 def every_layout(ranking: LayoutRanking, kind: PipelineKind) -> Iterator[RankedLayout]:
     """All layouts, numbers of micro-batches and levels of a kind, with a lower bound of a step's seconds."""
-    made = _units(ranking) if kind == "units" else ranking._layouts_of(kind)
+    made = _units(ranking) if kind == "units" else ranking.layouts_of(kind)
     samples = ranking.scenario.samples_per_step
     for layout, micro_batches, level in made:
-        own = layout.encoder
-        counts = ranking._counted(layout.num_tensor if own is None else own.num_tensor, layout.num_tensor)
+        own, counts = layout.encoder, ranking.counts(*degrees_of(layout))
         assert counts is not None
         seconds = np.array([part.seconds for part in counts]) * samples * SLACK
         if own is None:
@@ -98,12 +97,12 @@ def every_layout(ranking: LayoutRanking, kind: PipelineKind) -> Iterator[RankedL
 
 
 def _units(ranking: LayoutRanking) -> Iterator[tuple[Layout, int, str]]:
-    devices, border, num_layers = ranking._cluster.num_devices, ranking.border, ranking._num_layers
-    degrees = [degree for degree in DEGREES if degree <= min(ranking._cluster.devices_per_node, 4)]
+    devices, border, num_layers = ranking.scenario.cluster.num_devices, ranking.border, ranking.num_layers
+    degrees = [degree for degree in DEGREES if degree <= min(ranking.scenario.cluster.devices_per_node, 4)]
 
     def parts(most: int, layers: int) -> Iterator[tuple[int, int, int]]:
         for degree in degrees:
-            if ranking._counted(degree, degree) is None:
+            if ranking.counts(degree, degree) is None:
                 continue
             for replicas in range(1, most // degree + 1):
                 for stages in range(1, min(layers, most // (degree * replicas)) + 1):
@@ -113,21 +112,21 @@ def _units(ranking: LayoutRanking) -> Iterator[tuple[Layout, int, str]]:
         left = devices - stages * replicas * degree
         for own in parts(left, border):
             fewer, more = sorted((own[1], replicas))
-            if more % fewer == 0 and ranking._counted(own[2], degree) is not None:
-                layout = ranking._layout(own[0] + stages, replicas, degree, Encoder(*own))
+            if more % fewer == 0 and ranking.counts(own[2], degree) is not None:
+                layout = ranking.layout(own[0] + stages, replicas, degree, Encoder(*own))
                 for micro_batches in ranking.micro_batches(layout):
                     if replicas * micro_batches % own[1] == 0:
                         yield layout, micro_batches, "none"
 
 
-def fastest(weighing: _Weighing, kind: PipelineKind) -> tuple[float, str, int]:
+def fastest(weighing: Weighing, kind: PipelineKind) -> tuple[float, str, int]:
     """Seconds of the fastest step of a kind's layouts, that layout, and how many were simulated."""
-    best, name, count, is_small = np.inf, "", 0, weighing.ranking._cluster.num_devices <= FEW
+    best, name, count, is_small = np.inf, "", 0, weighing.ranking.scenario.cluster.num_devices <= FEW
     for guess, each in _by_formula(weighing.ranking, kind):
         if each.seconds >= best or (not is_small and guess > FAR * best):
             continue
         count += 1
-        for step in weighing._placed(each, []):
+        for step in weighing.placed(each, []):
             if step.step_seconds < best:
                 best, name = step.step_seconds, f"{step.layout}, {step.micro_batches} micro-batches, {step.schedule}"
     return best, name, count
@@ -136,7 +135,7 @@ def fastest(weighing: _Weighing, kind: PipelineKind) -> tuple[float, str, int]:
 def _by_formula(ranking: LayoutRanking, kind: PipelineKind) -> list[tuple[float, RankedLayout]]:
     def guess(each: RankedLayout) -> float:
         try:
-            return ranking._formula(each.layout, each.micro_batches, each.level)
+            return ranking.formula_seconds(each.layout, each.micro_batches, each.level)
         except InfeasibleError:
             return np.inf
 
@@ -149,15 +148,14 @@ def compare(setting: Setting) -> dict[Kind, float]:
     for kind in KINDS:
         weighing = setting.weighing()
         begun = time.process_time()
-        found = weighing.best(kind)
+        found = weighing.tried(kind, [])
         chosen, (best, name, count) = time.process_time() - begun, fastest(weighing, kind)
-        if isinstance(found, int):
-            if best < np.inf:
-                lost[kind] = np.inf
-            words = "none"
-        else:
-            lost[kind] = found.step.step_seconds / best - 1  # type: ignore[union-attr]
-            words = f"{found.layout}, {found.micro_batches}"
+        if found:
+            step = found[0][0]
+            lost[kind] = step.step_seconds / best - 1
+            words = f"{step.layout}, {step.schedule}, {step.micro_batches}"
+        elif best < np.inf:
+            lost[kind], words = np.inf, "none"
         if kind in lost:
             print(
                 line([setting.seed, setting, kind, f"{lost[kind]:.2%}", words, name, count, f"{chosen:.1f} s"]),
