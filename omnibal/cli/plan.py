@@ -109,21 +109,28 @@ def plan(
         request = found
     result = solve(workspace, request)
     result, tried = _try_best(workspace, result, trials, launcher) if trials else (result, ())
-    if write:
-        # `check_alone` reads this: the file of a plan that a ds_config follows is not replaced for another one.
-        made_from = {**result.plan.made_from, "ds_config": str(source)}
-        result = replace(result, plan=replace(result.plan, made_from=made_from))
-    result.plan.save(out)
-    gain = GainOverPresent.of(workspace, result.plan)
-    if write:
-        enter(source, result.plan, out)
-    followed = None if write else workspace.followed_plan
-    report = PlanReport(result, gain, out, tried, entered=source if write else None, followed=followed)
+    report = _keep(workspace, result, tried, out, source if write else None)
     say(*(f"warning: {doubt}" for doubt in workspace.warnings))
     parts, record = report.parts(explain=explain), report.to_record()
     if weighed is not None:
         parts, record = [*weighed.report.parts(), *parts], record | {"layouts": weighed.report.to_record()}
     answer(record, *parts, as_json=as_json)
+
+
+def _keep(
+    workspace: Workspace, result: PlanResult, tried: tuple[Row, ...], out: Path, entered: Path | None
+) -> PlanReport:
+    """Save the plan and enter it in the ds_config ``entered``, if any."""
+    if entered is not None:
+        # `check_alone` reads this: the file of a plan that a ds_config follows is not replaced for another one.
+        made_from = {**result.plan.made_from, "ds_config": str(entered)}
+        result = replace(result, plan=replace(result.plan, made_from=made_from))
+    result.plan.save(out)
+    gain = GainOverPresent.of(workspace, result.plan)  # over what the ds_config says before the plan is entered
+    if entered is not None:
+        enter(entered, result.plan, out)
+    followed = None if entered is not None else workspace.followed_plan
+    return PlanReport(result, gain, out, tried, entered=entered, followed=followed)
 
 
 def _place(workspace: Workspace, out: Path | None) -> Path:
