@@ -51,8 +51,6 @@ MOST_TRIED: Final = 24
 """Layouts and numbers of micro-batches of each kind that are tried, with those that turn out not to fit."""
 MARGIN: Final = 1.15
 """Ranked layouts are tried while the formula says that they take at most so many times the fastest step so far."""
-FINALISTS: Final = 3
-"""Steps of each kind, the fastest on the first draw, that are placed once more on all draws, as ZeRO is."""
 SHARDINGS: Final[tuple[Sharding, ...]] = ("zero1", "zero2", "zero3")
 
 
@@ -165,16 +163,12 @@ class Weighing:
         if kind == "zero" or kind == "rearranged":  # noqa: PLR1714  (mypy narrows the literal so)
             return self._data_parallel(rearranged=kind == "rearranged")
         missing = list[int]()
-        finalists = list[PlacedStep]()
         for step, ranked in self.tried(kind, missing):
-            if len(finalists) == FINALISTS:
-                break
             try:
-                finalists.append(self._place(ranked, step.schedule, len(self.scenario.draws)))
-            except InfeasibleError as lacking:  # the first draw may lack the step that is largest
+                # On all draws, as ZeRO: on the first one alone a kind may be some percent lucky.
+                return self._candidate(kind, self._place(ranked, step.schedule, len(self.scenario.draws)))
+            except InfeasibleError as lacking:  # another draw may have a larger step
                 missing.append(lacking.missing_bytes)
-        if finalists:
-            return self._candidate(kind, min(finalists, key=_seconds))
         return min(missing, default=0)
 
     def tried(self, kind: PipelineKind, missing: list[int]) -> list[tuple[PlacedStep, RankedLayout]]:
@@ -337,10 +331,6 @@ class Weighing:
         steps = tuple(tuple(step) for batches in made[:draws] for step in batches.loads)
         largest = Load.stack([batches.loads.max() for batches in made]).max()
         return Packing(made[0].largest, micro_batches, float(scenario.samples_per_step), steps, largest)
-
-
-def _seconds(step: PlacedStep) -> float:
-    return step.step_seconds
 
 
 def _between(first: Any, last: Any, share: float) -> Any:
