@@ -92,7 +92,7 @@ class LayoutRanking:
             yield from ((layout, micro_batches, level) for micro_batches in self.micro_batches(layout))
 
     def _whole_layouts(self, kind: PipelineKind) -> Iterator[tuple[Layout, Level]]:
-        degrees = [degree for degree in DEGREES if degree <= self._cluster.devices_per_node]
+        degrees = degrees_within(self._cluster)
         if kind in ("pipeline", "tensor"):
             for degree in [1] if kind == "pipeline" else degrees[1:]:
                 if self.counts(degree, degree):
@@ -121,7 +121,7 @@ class LayoutRanking:
 
     def _units(self, missing: list[int]) -> Iterator[tuple[Layout, int, Level]]:
         """DistTrain's allocations for packs of several sizes, each part with and without recomputation."""
-        degrees = [degree for degree in DEGREES if degree <= self._cluster.devices_per_node]
+        degrees = degrees_within(self._cluster)
         counted = {degree: counts for degree in degrees if (counts := self.counts(degree, degree))}
         if counted[1][0].seconds == 0:  # text alone leaves an encoder's devices idle
             return
@@ -142,11 +142,10 @@ class LayoutRanking:
                 continue
             for allocation in found:
                 encoder, language = allocation.units["vision"], allocation.units["language"]
-                fewer, more = sorted((encoder.num_replicas, language.num_replicas))
-                if more % fewer == 0 and self.num_stages in (None, encoder.num_stages + language.num_stages):
-                    own = Encoder(encoder.num_stages, encoder.num_replicas, encoder.num_tensor)
-                    stages = own.num_stages + language.num_stages
-                    layout = self.layout(stages, language.num_replicas, language.num_tensor, own)
+                own = Encoder(encoder.num_stages, encoder.num_replicas, encoder.num_tensor)
+                stages = own.num_stages + language.num_stages
+                layout = self.layout(stages, language.num_replicas, language.num_tensor, own)
+                if self.num_stages in (None, stages) and units_can_be(layout, self._cluster):
                     for count in self.micro_batches(layout):
                         if count * layout.num_replicas % own.num_replicas == 0:
                             yield layout, count, "none"
@@ -207,6 +206,20 @@ class LayoutRanking:
     def micro_batches(self, layout: Layout) -> list[int]:
         """Numbers of micro-batches of a replica in about equal ratios, up to one for each sample."""
         return _doubling(self.scenario.samples_per_step // layout.num_replicas)
+
+
+def degrees_within(cluster: Cluster) -> list[int]:
+    """Tensor degrees whose ranks lie in one node each, as ranks count through the nodes."""
+    size = cluster.devices_per_node
+    return [degree for degree in DEGREES if degree <= size and (size % degree == 0 or cluster.num_nodes == 1)]
+
+
+def units_can_be(layout: Layout, cluster: Cluster) -> bool:
+    """Whether replicas of encoder and LLM divide each other, and no tensor ranks of the LLM lie in two nodes."""
+    encoder, language = layout.parts
+    fewer, more = sorted((encoder.num_replicas, language.num_replicas))
+    # The LLM's ranks come behind the encoder's.
+    return more % fewer == 0 and (cluster.num_nodes == 1 or encoder.num_devices % language.num_tensor == 0)
 
 
 def degrees_of(layout: Layout) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from rich.table import Table
 
 from omnibal.advise.estimate import Scenario
-from omnibal.advise.layout_ranking import DEGREES
+from omnibal.advise.layout_ranking import DEGREES, degrees_within
 from omnibal.advise.layouts import EQUAL, KINDS, Kind, LayoutAnswer, WeighedLayout
 from omnibal.advise.memory import USUAL
 from omnibal.errors import bytes_in_words
@@ -62,7 +62,7 @@ class LayoutReport:
         """What is left out, and why."""
         found, cluster, precision = list(self.answer.refused), self.scenario.cluster, self.scenario.precision
         kinds = {each.kind for each in self.answer.candidates} | self.answer.missing_bytes.keys()
-        across = [str(degree) for degree in DEGREES if degree > cluster.devices_per_node]
+        across = [str(degree) for degree in DEGREES if degree not in degrees_within(cluster)]
         if across and kinds & {"tensor", "spread", "units"}:
             found.append(f"{', '.join(across)} tensor ranks would cross nodes of {cluster.devices_per_node}")
         if precision != USUAL:
@@ -91,7 +91,7 @@ class LayoutReport:
         found += [f"not weighed: {line}" for line in self.not_weighed]
         if self.would_fit:
             ways = ", or ".join(self.would_fit)
-            found.append(f"today's fullest micro-batch would fit with {ways}, which omnibal does not run yet")
+            found.append(f"not in omnibal yet: today's fullest micro-batch would fit with {ways}")
         return found
 
     def _winner_lines(self, winner: WeighedLayout) -> list[str]:
@@ -107,13 +107,14 @@ class LayoutReport:
         if equals:
             names = ", ".join(f"{NAMES[each.kind]} {_rate(each.samples_per_second)}" for each in equals)
             found.append(f"equal within {EQUAL:.0%}: take the simplest, which is the winner; {names}")
+        today, best = answer.winner_today, "best of those that run today"
         if self.runner_up is not None:
-            found.append(f"runner-up: {_compared(winner, self.runner_up)}")
-        today = answer.winner_today
+            name = f"runner-up, and {best}" if today is self.runner_up else "runner-up"
+            found.append(f"{name}: {_compared(winner, self.runner_up)}")
         if today is None:
             found.append("runs today: none of these")
-        elif today is not winner:
-            found.append(f"best of those that run today: {_compared(winner, today)}")
+        elif today is not winner and today is not self.runner_up:
+            found.append(f"{best}: {_compared(winner, today)}")
         return found
 
     def to_record(self) -> dict[str, Any]:

@@ -101,6 +101,24 @@ def test_degrees_that_do_not_divide_a_width_are_named():
     assert any("must divide the intermediate 3420 of vision_block.0, got 8" in reason for reason in found.refused)
 
 
+def test_tensor_ranks_stay_within_nodes():
+    asked = scenario("InternVL3-2B", "2x3xA100-80GB", 48)
+    ranking = LayoutRanking(asked, counted("InternVL3-2B", asked))
+    assert ranking.rank("tensor", []) == []  # ranks 2 and 3 are of two nodes
+    assert {each.layout.num_tensor for each in ranking.rank("units", [])} == {1}
+    asked = scenario("InternVL3-2B", "2x4xA100-80GB", 64)
+    units = [each.layout for each in LayoutRanking(asked, counted("InternVL3-2B", asked)).rank("units", [])]
+    assert {layout.num_tensor for layout in units} == {1, 2, 4}
+    for layout in units:
+        for stage in range(layout.num_stages):
+            ranks = np.array(layout.ranks(stage)).reshape(-1, layout.shape(stage)[1])
+            assert (ranks // 4 == ranks[:, :1] // 4).all(), str(layout)
+    # All devices of one node reach each other alike.
+    one = scenario("InternVL3-2B", "7xA100-80GB", 56)
+    units = [each.layout for each in LayoutRanking(one, counted("InternVL3-2B", one)).rank("units", [])]
+    assert any(layout.parts[0].num_devices % layout.num_tensor for layout in units)
+
+
 def test_what_fits_nowhere_says_what_is_missing():
     asked = scenario("InternVL3-78B", "2xA100-40GB", 16)
     found = weigh_layouts(asked, refuse, kinds=("zero", "pipeline", "tensor"))

@@ -11,9 +11,9 @@ from typing import Final
 
 import numpy as np
 
-from omnibal.advise import estimate
+from omnibal.advise import estimate, layout_ranking
 from omnibal.advise.estimate import Scenario
-from omnibal.advise.layout_ranking import DEGREES, LayoutRanking, PipelineKind, RankedLayout, degrees_of
+from omnibal.advise.layout_ranking import LayoutRanking, PipelineKind, RankedLayout
 from omnibal.advise.layouts import Kind, Weighing
 from omnibal.advise.models import Model, adapted_profile
 from omnibal.cluster import Cluster, Encoder, Layout
@@ -28,6 +28,8 @@ SLACK: Final = 0.98
 """Part of a lower bound that is trusted: costs of a micro-batch that do not grow with it are counted per sample."""
 FEW: Final = 6
 """Devices up to which all layouts are simulated whose lower bound is not above the fastest one found."""
+MOST_RANKS: Final = 4
+"""Tensor ranks that are compared."""
 FAR: Final = 1.2
 """On more devices, layouts are left out for which the formula says more seconds than this many times the fastest."""
 
@@ -63,8 +65,8 @@ class Setting:
         return f"{self.model}, {self.cluster}, {links}, {self.per_device} samples a device, {self.trained}"
 
     def profile(self, encoder: int, language: int) -> ModelProfile:
-        if max(encoder, language) > 4:
-            raise ConfigError("degrees of at most 4 are compared")
+        if max(encoder, language) > MOST_RANKS:
+            raise ConfigError(f"degrees of at most {MOST_RANKS} are compared")
         records, degrees = Model.known(self.model).records, {"vision": encoder, "language": language}
         if self.trained == "LoRA":
             return adapted_profile(records, self.cluster.device, rank=16, tensor_parallel=degrees)
@@ -83,7 +85,7 @@ def every_layout(ranking: LayoutRanking, kind: PipelineKind) -> Iterator[RankedL
     made = _units(ranking) if kind == "units" else ranking.layouts_of(kind)
     samples = ranking.scenario.samples_per_step
     for layout, micro_batches, level in made:
-        own, counts = layout.encoder, ranking.counts(*degrees_of(layout))
+        own, counts = layout.encoder, ranking.counts(*layout_ranking.degrees_of(layout))
         assert counts is not None
         seconds = np.array([part.seconds for part in counts]) * samples * SLACK
         if own is None:
@@ -97,8 +99,8 @@ def every_layout(ranking: LayoutRanking, kind: PipelineKind) -> Iterator[RankedL
 
 
 def _units(ranking: LayoutRanking) -> Iterator[tuple[Layout, int, str]]:
-    devices, border, num_layers = ranking.scenario.cluster.num_devices, ranking.border, ranking.num_layers
-    degrees = [degree for degree in DEGREES if degree <= min(ranking.scenario.cluster.devices_per_node, 4)]
+    cluster, border, num_layers = ranking.scenario.cluster, ranking.border, ranking.num_layers
+    degrees = [degree for degree in layout_ranking.degrees_within(cluster) if degree <= MOST_RANKS]
 
     def parts(most: int, layers: int) -> Iterator[tuple[int, int, int]]:
         for degree in degrees:
@@ -108,12 +110,11 @@ def _units(ranking: LayoutRanking) -> Iterator[tuple[Layout, int, str]]:
                 for stages in range(1, min(layers, most // (degree * replicas)) + 1):
                     yield stages, replicas, degree
 
-    for stages, replicas, degree in parts(devices - 1, num_layers - border):
-        left = devices - stages * replicas * degree
+    for stages, replicas, degree in parts(cluster.num_devices - 1, num_layers - border):
+        left = cluster.num_devices - stages * replicas * degree
         for own in parts(left, border):
-            fewer, more = sorted((own[1], replicas))
-            if more % fewer == 0 and ranking.counts(own[2], degree) is not None:
-                layout = ranking.layout(own[0] + stages, replicas, degree, Encoder(*own))
+            layout = ranking.layout(own[0] + stages, replicas, degree, Encoder(*own))
+            if layout_ranking.units_can_be(layout, cluster) and ranking.counts(own[2], degree) is not None:
                 for micro_batches in ranking.micro_batches(layout):
                     if replicas * micro_batches % own[1] == 0:
                         yield layout, micro_batches, "none"
