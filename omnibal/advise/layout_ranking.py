@@ -28,7 +28,7 @@ MOST_STAGES: Final = 32
 LARGEST_PACK: Final = 8
 """Samples of the largest packs for which devices are allocated to units."""
 MOST_ALIKE: Final = 3
-"""Ranked layouts that may have the LLM alike: with other encoders, or other numbers of micro-batches."""
+"""Ranked layouts that may have the LLM and the number of micro-batches alike, with other encoders."""
 FACTORS: Final = 2**9 * 3**3 * 5**2 * 7
 """Replicas of units are divisors of this number: few others have many encoders or LLMs that divide them."""
 MOST_ALLOCATED: Final = 128
@@ -75,13 +75,13 @@ class LayoutRanking:
                 missing.append(lacking.missing_bytes)
             else:
                 ranked.append(RankedLayout(seconds, layout, micro_batches, level))
-        alike, by_degree = Counter[tuple[int, int, int]](), defaultdict[int, list[RankedLayout]](list)
+        alike, by_degree = Counter[tuple[int, ...]](), defaultdict[int, list[RankedLayout]](list)
         for found in sorted(ranked, key=lambda found: found.seconds):
             layout = found.layout
             own = 0 if layout.encoder is None else layout.encoder.num_stages
-            language = (layout.num_stages - own, layout.num_replicas, layout.num_tensor)
-            alike[language] += 1
-            if alike[language] <= MOST_ALIKE:
+            same = (layout.num_stages - own, layout.num_replicas, layout.num_tensor, found.micro_batches)
+            alike[same] += 1
+            if alike[same] <= MOST_ALIKE:
                 by_degree[layout.num_tensor].append(found)
         # What the formula leaves out of memory depends on the tensor ranks most: each degree has its turn.
         return [found for turn in zip_longest(*by_degree.values()) for found in turn if found is not None]

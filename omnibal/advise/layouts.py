@@ -45,9 +45,9 @@ RUNS_TODAY: Final[tuple[Kind, ...]] = ("zero", "rearranged", "pipeline", "units"
 """Units run without tensor ranks alone."""
 EQUAL: Final = 0.03
 """Share by which layouts may differ and still count as equally fast: take the simplest of these."""
-MOST_PLACED: Final = 16
+MOST_PLACED: Final = 20
 """Layouts and numbers of micro-batches of each kind that are placed and fit."""
-MOST_TRIED: Final = 24
+MOST_TRIED: Final = 30
 """Layouts and numbers of micro-batches of each kind that are tried, with those that turn out not to fit."""
 MARGIN: Final = 1.15
 """Ranked layouts are tried while the formula says that they take at most so many times the fastest step so far."""

@@ -63,6 +63,16 @@ def test_a_spread_encoder_before_one_stage_is_data_parallelism(profile):
     assert found.step_seconds == pytest.approx(whole.step_seconds, rel=1e-9)
 
 
+def test_a_spread_encoder_without_work_leaves_the_llms_pipeline():
+    idle = analytic_profile(RECORDS, CLUSTER.device, frozen=["vision", "projector"])
+    text, layout = even(2, 8, units=0), Layout(4, 2)
+    alone = place_pipeline(split_profile(idle)[1], text, layout, request(), "1f1b")
+    found = place_spread(idle, text, spread(layout), request(), "1f1b", "none")
+    assert found.boundaries == alone.boundaries and found.recompute[-len(alone.recompute) :] == alone.recompute
+    # The numbers of tokens, which a pipeline passes on beside hidden states, are counted as features.
+    assert found.step_seconds == pytest.approx(alone.step_seconds, rel=1e-5)
+
+
 def test_units_of_equal_replicas_are_the_pipeline_with_the_same_cut():
     layout = Layout(4, 2, encoder=Encoder(1, 2))
     units = place_pipeline(PROFILE, even(2, 8), layout, request(), "1f1b")
