@@ -216,10 +216,9 @@ def degrees_within(cluster: Cluster) -> list[int]:
 
 def units_can_be(layout: Layout, cluster: Cluster) -> bool:
     """Whether replicas of encoder and LLM divide each other, and no tensor ranks of the LLM lie in two nodes."""
-    encoder, language = layout.parts
-    fewer, more = sorted((encoder.num_replicas, language.num_replicas))
     # The LLM's ranks come behind the encoder's.
-    return more % fewer == 0 and (cluster.num_nodes == 1 or encoder.num_devices % language.num_tensor == 0)
+    starts_even = layout.parts[0].num_devices % layout.num_tensor == 0
+    return layout.has_even_units and (starts_even or cluster.num_nodes == 1)
 
 
 def degrees_of(layout: Layout) -> tuple[int, int]:
