@@ -16,9 +16,11 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.packing_spec import MOST_STEP_PACKS
 from omnibal.errors import ConfigError, integer, kind
 from omnibal.memory.footprint import Footprint, StageMemory
+from omnibal.memory.spread import SpreadFootprint
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
 from omnibal.pipeline.simulate import StepSimulation, simulate_step
+from omnibal.pipeline.spread import simulate_spread
 from omnibal.pipeline.units import UnitSimulation, schedule_of, simulate_units
 from omnibal.profile.records import MOST_LAYERS, Level, ModelProfile, check_levels, levels_from_words, levels_in_words
 from omnibal.records import Record, read_record
@@ -143,15 +145,28 @@ class Plan:
                 encoder_links=self.known_cluster.links_of(self.layout, of_encoder=True), recompute=self.recompute,
                 schedule=self.schedule,
             )  # fmt: skip
+        if self.layout.is_spread:
+            alone, behind = self.layout.parts
+            return simulate_spread(
+                profile, self.partition, loads, self.layout, self.known_cluster.links_of(behind),
+                encoder_links=self.known_cluster.links_of(alone), recompute=self.recompute, schedule=self.schedule,
+            )  # fmt: skip
         return simulate_step(
             profile, self.partition, loads, self.links, zero_stage=self.layout.zero_stage, recompute=self.recompute,
             schedule=self.make_schedule(),
         )  # fmt: skip
 
-    def footprint(self, profile: ModelProfile, load: Load) -> Footprint:
-        """What stages hold for micro-batches of one size; arguments and errors as of ``Footprint`` and ``simulate``."""
+    def footprint(self, profile: ModelProfile, load: Load, mean: Load | None = None) -> Footprint | SpreadFootprint:
+        """What stages hold for micro-batches of one size; arguments and errors as of ``Footprint`` and ``simulate``.
+
+        ``mean`` is a mean micro-batch of the step that has most images, all of which a spread encoder keeps; by default
+        all are like ``load``.
+        """
         self._check(profile)
         overhead = OVERHEAD_BYTES if self.cluster is None else self.cluster.overhead_bytes
+        if self.layout.is_spread:
+            mean = load if mean is None else mean
+            return SpreadFootprint(profile, load, mean, self.make_schedule(), self.layout, overhead)
         return Footprint(profile, load, self.make_schedule(), self.layout, overhead)
 
     def memory(self, profile: ModelProfile, load: Load) -> tuple[StageMemory, ...]:
@@ -159,8 +174,6 @@ class Plan:
         return self.footprint(profile, load).stages(self.partition, self.recompute)
 
     def _check(self, profile: ModelProfile) -> None:
-        if self.layout.is_spread:
-            raise ConfigError("placement of the encoder must be 'own' in a plan that is simulated, got 'spread'")
         if self.layout.num_tensor != profile.num_tensor:
             raise ConfigError(
                 f"num_tensor of layout must be the profile's {profile.num_tensor}, got {self.layout.num_tensor}"

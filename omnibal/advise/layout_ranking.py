@@ -15,9 +15,9 @@ from omnibal.cluster import Cluster, Encoder, Layout
 from omnibal.cost import Load
 from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.families.base import encoder_layers
+from omnibal.pipeline.spread import split_profile
 from omnibal.planner.allocation import ModuleCost, allocate
 from omnibal.planner.packings import PlanRequest
-from omnibal.planner.placements import split_profile
 from omnibal.profile.records import Level, ModelProfile
 
 PipelineKind = Literal["pipeline", "tensor", "spread", "units"]

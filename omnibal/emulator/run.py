@@ -98,7 +98,9 @@ class EmulationTask:
         return self.scale * (seconds[0] + sum(seconds))
 
     def footprint(self, load: Load) -> Footprint:
-        return self.plan.footprint(self.profile, load)
+        footprint = self.plan.footprint(self.profile, load)
+        assert isinstance(footprint, Footprint), "spread encoders are refused above"
+        return footprint
 
 
 class Entry(NamedTuple):

@@ -69,9 +69,8 @@ class SpreadEncoder:
         grids, holders = np.concatenate(found), np.repeat(np.arange(len(found)), [len(each) for each in found])
         rows = grids.prod(axis=1)
         move = Rearrangement(holders, divide(np.stack([rows, rows**2], axis=1), len(found)), len(found))
-        empty = torch.empty(0, *vlm.pixel_shape, dtype=self._module.dtype, device=self._device)
-        pixels = torch.cat([empty, *(pack.hidden.to(self._device, non_blocking=True) for pack in packs)])
-        (share,) = exchange({"pixel_values": pixels}, {"pixel_values": rows}, move).values()
+        # What was read is not kept: a device of the first stage has the pixels of all its micro-batches here.
+        (share,) = exchange({"pixel_values": self._pixels(packs)}, {"pixel_values": rows}, move).values()
         encoded = self._module.encode(_images(vlm, share, grids[move.brought_to(rank)]))
         features, tokens = {HIDDEN: encoded.hidden, **encoded.features}, _tokens(vlm, rows)
         arrived = exchange(features, dict.fromkeys(features, tokens), move.inverse())
@@ -84,6 +83,10 @@ class SpreadEncoder:
         self._arrived, self._gradients = [], []
         if arrived:  # a frozen encoder gets nothing
             torch.autograd.backward(arrived, [gradient.mul_(self._scale) for gradient in gradients])
+
+    def _pixels(self, packs: Sequence[Payload]) -> Tensor:
+        empty = torch.empty(0, *self._module.vlm.pixel_shape, dtype=self._module.dtype, device=self._device)
+        return torch.cat([empty, *(pack.hidden.to(self._device, non_blocking=True) for pack in packs)])
 
     def _dealt(self, packs: Sequence[Payload], bounds: list[int], arrived: Mapping[str, Tensor]) -> list[Payload]:
         """Each pack with its features, cut off from the encoder's graph."""

@@ -232,8 +232,8 @@ class Footprint:
         beyond: IntArray = self.state(stage).update - self._waiting(stage) - self._buffers(stage)
         return beyond
 
-    def stage(self, stage: int, layers: range, levels: Sequence[Level]) -> StageMemory:
-        """The memory of one stage, with a level for each of its layers."""
+    def passing_bytes(self, stage: int, layers: range, levels: Sequence[Level]) -> tuple[int, int]:
+        """What a stage keeps of all micro-batches in flight, and the most that a backward pass needs beside it."""
         a, b = layers.start, layers.stop
         rows, columns = np.arange(a, b), np.array([LEVELS.index(level) for level in levels])
         kept, transient = self.kept_bytes[rows, columns], self.transient_bytes(stage, b)[rows, columns]
@@ -245,9 +245,13 @@ class Footprint:
             )
         # When a layer runs backward, the layers behind it have freed what they kept of this micro-batch.
         freed = kept[::-1].cumsum()[::-1] - kept
-        activations = self.schedule.in_flight[stage] * int(kept.sum())
-        update = int(self.update_bytes(stage)[a, b]) - activations
-        needed = max(int((transient - freed).max()), update)
+        return self.schedule.in_flight[stage] * int(kept.sum()), int((transient - freed).max())
+
+    def stage(self, stage: int, layers: range, levels: Sequence[Level]) -> StageMemory:
+        """The memory of one stage, with a level for each of its layers."""
+        a, b = layers.start, layers.stop
+        activations, passing = self.passing_bytes(stage, layers, levels)
+        needed = max(passing, int(self.update_bytes(stage)[a, b]) - activations)
         state = self.state(stage)
         return StageMemory(
             parameters=int(state.parameters[a, b]),

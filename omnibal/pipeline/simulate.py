@@ -205,6 +205,7 @@ def simulate_step(
     schedule: Schedule | None = None,
     mode: Mode = "rendezvous",
     num_replicas: int | None = None,
+    head_start_seconds: float = 0.0,
 ) -> StepSimulation:
     """Predict one optimizer step.
 
@@ -218,6 +219,7 @@ def simulate_step(
         schedule: By default 1F1B. Stages before the first trained layer run it forward only.
         mode: As in :func:`simulate`, for schedules with whole backward passes; others overlap (:func:`mode_of`).
         num_replicas: How many replicas there are, where ``loads`` stand for more of them.
+        head_start_seconds: How long updated weights have been on their way when the step begins.
 
     Raises:
         ConfigError: The partition, the levels or the schedule do not fit, loads are not one per replica and equally
@@ -242,6 +244,7 @@ def simulate_step(
         durations, transfers, release = (
             of(times, replica, boundaries) for of in (durations_of, transfers_of, release_of)
         )
+        release = (release - head_start_seconds).clip(min=0)
         replicas.append(run(schedule, durations, transfers, mode, release))
         complete_gradients(times, replica, boundaries, replicas[-1].table, replicas[-1].starts, ready)
     reduced = reduced_at(times, boundaries, ready)

@@ -178,6 +178,11 @@ class Packing:
         """Every micro-batch of the steps, shape (steps, replicas, micro-batches)."""
         return Load.stack(Load.stack(step) for step in self.steps)
 
+    @property
+    def fullest_mean(self) -> Load:
+        """As much of every size as a mean micro-batch of any of the steps holds."""
+        return Load.stack(step.mean() for step in self.all_loads).max()
+
     def median_step(self, profile: ModelProfile) -> Packing:
         """A packing with one step only: that of the median time, as if each replica were one device."""
         parts = (layer.forward_seconds + layer.backward_seconds + layer.weight_seconds for layer in profile.layers)

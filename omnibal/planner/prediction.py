@@ -12,10 +12,11 @@ from omnibal.cost import FloatArray, Load
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.packs import random_padded_steps
+from omnibal.families.base import encoder_layers
 from omnibal.memory.recompute import recompute_seconds
 from omnibal.pipeline.partition import cut_parts
 from omnibal.pipeline.simulate import StepSimulation
-from omnibal.pipeline.times import step_times
+from omnibal.pipeline.times import step_times, summed
 from omnibal.pipeline.units import UnitSimulation
 from omnibal.plan import Plan, Prediction, StagePrediction
 from omnibal.planner.packings import Packing, StepLoads, spread_steps
@@ -32,16 +33,25 @@ def predict(profile: ModelProfile, plan: Plan, packing: Packing) -> Prediction:
     loads = [load for step in packing.steps for load in step]
     times = step_times(profile, loads, plan.links)
     levels = [LEVELS.index(level) for level in plan.recompute]
-    footprint = plan.footprint(profile, packing.largest)
+    footprint = plan.footprint(profile, packing.largest, packing.fullest_mean)
     memory = footprint.stages(plan.partition, plan.recompute)
     at_levels, stages = recompute_seconds(profile, Load.stack(loads)), []
+    again = summed(at_levels[np.arange(len(levels)), levels])
+    # Of a spread encoder, whose layers are counted with the first stage, every device has its share.
+    on_all = encoder_layers(profile.layers) if plan.layout.is_spread else 0
+    share = plan.layout.num_replicas / plan.layout.num_devices
+
+    def mean(sums: FloatArray, layers: range) -> float:
+        own, encoder = range(max(layers.start, on_all), layers.stop), range(on_all)
+        return _mean_between(sums, own) + share * _mean_between(sums, encoder)
+
     for stage in range(plan.num_stages):
         layers = plan.partition.layers(stage)
-        recompute = sum(float(at_levels[layer, levels[layer]]) for layer in layers)
+        recompute = mean(again, layers)
         stages.append(
             StagePrediction(
-                forward_seconds=_short(_mean_between(times.forward, layers)),
-                backward_seconds=_short(_mean_between(times.backward + times.weight, layers) + recompute),
+                forward_seconds=_short(mean(times.forward, layers)),
+                backward_seconds=_short(mean(times.backward + times.weight, layers) + recompute),
                 recompute_seconds=_short(recompute),
                 idle_ratio=_short(1 - busy[stage]),
                 pending_bytes=int(footprint.pending_bytes(stage)[layers.start, layers.stop]),

@@ -16,6 +16,7 @@ from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.partition import frozen_stages
 from omnibal.pipeline.schedule import Operation, Schedule
 from omnibal.pipeline.simulate import Event, StepSimulation, TableRun
+from omnibal.pipeline.spread import IMAGES
 from omnibal.pipeline.units import UnitSimulation
 from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
@@ -283,7 +284,7 @@ def _draw_bars(axes: Axes, stage: int, operation: Operation, events: Sequence[Ev
         return
     axes.broken_barh(bars, place, facecolor=COLOURS[operation][1], edgecolor="white", linewidth=0.4)
     for event, (start, width) in zip(events, bars, strict=True):
-        number = str(event.micro_batch)
+        number = "ViT" if event.micro_batch == IMAGES else str(event.micro_batch)
         if width >= DIGIT_WIDTH * len(number) * end:
             axes.text(start + width / 2, stage, number, ha="center", va="center", fontsize=7, color="white")
 

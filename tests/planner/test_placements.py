@@ -9,14 +9,17 @@ from omnibal.advise.models import Model
 from omnibal.cluster import Cluster, Encoder, Layout, Links
 from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
-from omnibal.errors import InfeasibleError
+from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.families.base import encoder_layers
 from omnibal.memory.footprint import Footprint
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import one_f_one_b, zero_bubble
 from omnibal.pipeline.simulate import simulate_step
+from omnibal.pipeline.spread import IMAGES, split_profile
+from omnibal.plan import Plan
 from omnibal.planner.packings import Packing, PlanRequest
-from omnibal.planner.placements import place_pipeline, place_spread, split_profile
+from omnibal.planner.placements import place_pipeline, place_spread
+from omnibal.planner.prediction import predict
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LayerCost, ModelProfile
 
@@ -152,27 +155,28 @@ def by_hand(level, *, trained=True, cluster=HAND, steps=(2,)):
     return profile, place_spread(profile, packing, layout, asked, "1f1b", level)
 
 
-# LLM: weights come (4 bytes at 4 a second), (3 + 2 - 1) times 3 s forward and 6 s back, the sum of gradients, and half
-# of an optimizer's 4 s.
-HAND_LLM = 1 + 4 * 9 + 1 + 2
-# Encoder, 12 images on 4 devices: weights come (8 bytes at 4 a second), forward, both parts of the backward pass, the
-# sum of gradients, a quarter of an optimizer's 4 s.
-HAND_ENCODER = 2 + 3 + 2 * 3 + 2 + 1
-# 6 images of 4 bytes for a replica, of which half is made where it is needed, at 2 bytes a second.
-HAND_FEATURES = 6 * 4 / 2 / 2
+# LLM: (3 + 2 - 1) times 3 s forward and 6 s back, and half of an optimizer's 4 s. Weights (4 bytes at 4 a second) come
+# while images are encoded, and gradients are summed while the encoder runs backward.
+HAND_LLM = 4 * 9 + 2
+# Encoder, 12 images on 4 devices: forward, both parts of the backward pass, the sum of gradients (8 bytes at 4 a
+# second), a quarter of an optimizer's 4 s. Weights come while pixels are on their way.
+HAND_ENCODER = 3 + 2 * 3 + 2 + 1
+# Pixels and features of a replica's 6 images, 100 and 4 bytes each, of which a quarter stays, at 2 bytes a second.
+HAND_PIXELS, HAND_FEATURES = 6 * 100 * 3 / 4 / 2, 6 * 4 * 3 / 4 / 2
 
 
 @pytest.mark.parametrize(
     ("level", "trained", "seconds"),
     [
-        ("none", True, HAND_LLM + HAND_ENCODER + 2 * HAND_FEATURES),
-        ("full", True, HAND_LLM + HAND_ENCODER + 3 + 2 * HAND_FEATURES),  # three images forward once more
-        ("none", False, HAND_LLM + 3 + HAND_FEATURES),  # forward only, and no gradient of a feature
+        ("none", True, HAND_LLM + HAND_ENCODER + HAND_PIXELS + 2 * HAND_FEATURES),
+        ("full", True, HAND_LLM + HAND_ENCODER + 3 + HAND_PIXELS + 2 * HAND_FEATURES),  # three images forward once more
+        # Forward only, and no gradient of a feature; the sum of the LLM's hides behind nothing.
+        ("none", False, HAND_LLM + 1 + 3 + HAND_PIXELS + HAND_FEATURES),
     ],
 )
 def test_the_seconds_of_a_spread_step_by_hand(level, trained, seconds):
     _, found = by_hand(level, trained=trained)
-    assert found.boundaries == (0, 1, 2)
+    assert found.boundaries == (0, 2, 3)
     assert found.step_seconds == pytest.approx(seconds, rel=1e-9)
     assert found.recompute_seconds == pytest.approx(12 if level == "full" else 0, rel=1e-9)
 
@@ -185,7 +189,8 @@ def test_the_memory_of_a_spread_step_by_hand(level, trained):
     state = 32 + (8 + (32 + 8) // 4) * trained
     kept = {"none": 3000, "full": 300}[level] * trained
     beside = state + kept + 300
-    features = (1 + trained) * 3 * 8  # three micro-batches of 2 images; gradients of theirs
+    # Three micro-batches of 2 images, and gradients of theirs; the LLM's buffers hold two inputs of 5 bytes of them.
+    features = (1 + trained) * 3 * 8 - 2 * 5
     language = split_profile(profile)[1]
     stages = Footprint(language, Load(2, 10), one_f_one_b(2, 3), Layout(2, 2, precision="float32"), 7).stages(
         Partition((0, 1, 2)), found.recompute[1:]
@@ -194,7 +199,33 @@ def test_the_memory_of_a_spread_step_by_hand(level, trained):
     # Before and behind the pipeline a device holds the LLM's state, and what the encoder's passes take beside.
     transient = {"none": 1000, "full": 2700 + 1000}[level]
     second = beside + features + 32 + 4 + (16 + 4) // 2 + 7 + transient
-    assert found.peak_bytes == max(first, second)
+    # As pixels are on their way, those of 6 images twice, to be sent, and the 3 that come.
+    third = state + 32 + 4 + (16 + 4) // 2 + 7 + 2 * 600 + 300
+    assert found.peak_bytes == max(first, second, third)
+
+
+@pytest.mark.parametrize("profile", [PROFILE, FROZEN], ids=["trained", "frozen"])
+def test_a_plan_of_a_spread_encoder_takes_and_holds_what_was_placed(profile, tmp_path):
+    packing, layout = even(4, 4, units=16), spread(Layout(2, 4))
+    placed = place_spread(profile, packing, layout, request(), "zero-bubble", "none")
+    plan = Plan(
+        packing.limits, 4, Partition(placed.boundaries), placed.recompute, schedule="zero-bubble", layout=layout,
+        cluster=CLUSTER,
+    )  # fmt: skip
+    plan = replace(plan, predicted=predict(profile, plan, packing))
+    assert plan.predicted.step_seconds == pytest.approx(placed.step_seconds, rel=1e-5)
+    assert max(stage.memory.total for stage in plan.predicted.stages) == placed.peak_bytes
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    # A mean micro-batch of a stage has its share of the step's images.
+    step = plan.simulate(profile, packing.steps[0])
+    busy = [4 * (stage.forward_seconds + stage.backward_seconds) for stage in plan.predicted.stages]
+    assert busy == pytest.approx(step.replicas[0].busy_seconds, rel=0.02)
+    images = [each.operation.name for each in step.replicas[0].events if each.micro_batch == IMAGES]
+    assert images == ["F", "BW"] * 2  # the projector of a frozen ViT is trained
+    assert step.replicas[0].bubble_ratio == pytest.approx(step.bubble_ratio)
+    with pytest.raises(ConfigError, match="first stage of the partition must end in the language model"):
+        replace(plan, partition=Partition((0, 3, len(profile.layers)))).simulate(profile, packing.steps[0])
 
 
 def test_memory_of_a_spread_encoder_is_that_of_the_largest_step():

@@ -16,9 +16,10 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.device import DEVICES
 from omnibal.families import layer_records
+from omnibal.pipeline.spread import split_profile
 from omnibal.planner.allocation import ModuleCost, allocate
 from omnibal.planner.packings import Packing, PlanRequest
-from omnibal.planner.placements import place_pipeline, split_profile
+from omnibal.planner.placements import place_pipeline
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
 from tools.bench import machine, print_table
