@@ -429,8 +429,8 @@ reduce_bandwidth_bytes_per_second=300000000000.0, latency_seconds=0.0))
             for tensor in range(layout.shape(stage)[1])
         )
         return Links(
-            self._bandwidth(across_nodes=stages_apart),
-            reduce_bandwidth_bytes_per_second=self._bandwidth(across_nodes=replicas_apart),
+            self.bandwidth(across_nodes=stages_apart),
+            reduce_bandwidth_bytes_per_second=self.bandwidth(across_nodes=replicas_apart),
             latency_seconds=self.latency_seconds,
         )
 
@@ -454,7 +454,8 @@ reduce_bandwidth_bytes_per_second=300000000000.0, latency_seconds=0.0))
     def _between_nodes(self) -> float | None:
         return self.device.node_bytes_per_second if self.node_bytes_per_second is None else self.node_bytes_per_second
 
-    def _bandwidth(self, *, across_nodes: bool) -> float:
+    def bandwidth(self, *, across_nodes: bool) -> float:
+        """Bytes a second from a device to another one of its node, or of another node."""
         within = self.device.link_bytes_per_second
         return min(within, self._between_nodes or within) if across_nodes else within
 

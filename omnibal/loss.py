@@ -5,7 +5,7 @@ for every token and every word is ever kept.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,27 @@ from omnibal.memory.footprint import LOSS_ROWS
 # Sums over held-out packs: of losses; target tokens; samples whose every target is the likeliest token; samples.
 EVALUATION_STATISTICS = ("loss", "target_tokens", "exact_samples", "samples")
 LogitsOf = Callable[[Tensor], Tensor]  # from rows (rows, width) to logits (rows, vocab), each row by itself
+
+
+class Vocabulary:
+    """The words that a head has logits of: here all of them. Logits are (rows, words), targets (rows,)."""
+
+    def log_probabilities(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the head's words in float32, and of each row's target, (rows, 1)."""
+        logs = functional.log_softmax(logits, -1, dtype=torch.float32)
+        return logs, logs.gather(1, targets[:, None])
+
+    def gradient(self, logs: Tensor, targets: Tensor, chosen: Tensor) -> Tensor:
+        """The loss's gradient of the logits, from ``log_probabilities``, in the memory of ``logs``."""
+        # The probabilities, less one for the target.
+        return logs.exp_().scatter_(1, targets[:, None], chosen.expm1())
+
+    def likeliest(self, logits: Tensor) -> Tensor:
+        """The word with the largest logit of each row."""
+        return logits.argmax(-1)
+
+
+WHOLE: Final = Vocabulary()
 
 
 def targets_of(labels: Tensor) -> dict[str, Tensor]:
@@ -38,7 +59,12 @@ def targets_of(labels: Tensor) -> dict[str, Tensor]:
 
 
 def summed_loss(
-    head: LogitsOf, parameters: Sequence[nn.Parameter], rows: Tensor, targets: Tensor, weights: Tensor | None = None
+    head: LogitsOf,
+    parameters: Sequence[nn.Parameter],
+    rows: Tensor,
+    targets: Tensor,
+    weights: Tensor | None = None,
+    vocabulary: Vocabulary = WHOLE,
 ) -> Tensor:
     """Sum of the cross entropies of rows (targets, width), as of plain logits in float32; 0 of no rows.
 
@@ -48,13 +74,16 @@ def summed_loss(
     # three products where a backward pass that makes the logits again takes four, and a stage of a pipeline that ends
     # with a loss runs backward right after it ran forward.
     if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (rows, *parameters))):
-        chosen = torch.cat([_log_probabilities(head(part), wanted)[1][:, 0] for part, wanted in _chunks(rows, targets)])
+        judged = (vocabulary.log_probabilities(head(part), wanted)[1] for part, wanted in _chunks(rows, targets))
+        chosen = torch.cat([logs[:, 0] for logs in judged])
         return -(chosen if weights is None else chosen * weights).sum()
-    total: Tensor = _SummedLoss.apply(head, targets, weights, rows, *parameters)  # type: ignore[no-untyped-call]
+    total: Tensor = _SummedLoss.apply(head, vocabulary, targets, weights, rows, *parameters)  # type: ignore[no-untyped-call]
     return total
 
 
-def evaluation_statistics(head: LogitsOf, rows: Tensor, integers: Mapping[str, Tensor]) -> Tensor:
+def evaluation_statistics(
+    head: LogitsOf, rows: Tensor, integers: Mapping[str, Tensor], vocabulary: Vocabulary = WHOLE
+) -> Tensor:
     """EVALUATION_STATISTICS of a pack, a float64 vector; ``integers`` are its ``targets_of`` and its samples' bounds.
 
     A sample is exact if greedy decoding would give its answer: each target token is then predicted from a prefix
@@ -64,8 +93,8 @@ def evaluation_statistics(head: LogitsOf, rows: Tensor, integers: Mapping[str, T
     loss, wrong = torch.zeros((), device=rows.device), []
     for part, wanted in _chunks(rows, targets):
         logits = head(part)
-        loss = loss - _log_probabilities(logits, wanted)[1].sum()
-        wrong.append(logits.argmax(-1) != wanted)
+        loss = loss - vocabulary.log_probabilities(logits, wanted)[1].sum()
+        wrong.append(vocabulary.likeliest(logits) != wanted)
     # The sample that each target belongs to: it stands one behind the row that predicts it.
     sample = torch.bucketize(places + 1, bounds[1:], right=True)
     targets_in = torch.zeros(len(bounds) - 1, dtype=torch.int64, device=rows.device)
@@ -80,18 +109,18 @@ def _chunks(rows: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
     return list(zip(torch.split(rows, LOSS_ROWS), torch.split(targets, LOSS_ROWS), strict=True))
 
 
-def _log_probabilities(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of every word in float32, and of each row's target, (rows, 1)."""
-    logs = functional.log_softmax(logits, -1, dtype=torch.float32)
-    return logs, logs.gather(1, targets[:, None])
-
-
 class _SummedLoss(torch.autograd.Function):
     """Takes everything that may want a gradient as an argument, and has all gradients when the forward pass ends."""
 
     @staticmethod
     def forward(
-        context: Any, head: LogitsOf, targets: Tensor, weights: Tensor | None, rows: Tensor, *parameters: nn.Parameter
+        context: Any,
+        head: LogitsOf,
+        vocabulary: Vocabulary,
+        targets: Tensor,
+        weights: Tensor | None,
+        rows: Tensor,
+        *parameters: nn.Parameter,
     ) -> Tensor:
         total, by_chunk = torch.zeros((), device=rows.device), []
         trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -101,10 +130,9 @@ class _SummedLoss(torch.autograd.Function):
             leaf = part.detach().requires_grad_(rows.requires_grad)
             with torch.enable_grad():
                 logits = head(leaf)
-            logs, chosen = _log_probabilities(logits.detach(), wanted)
+            logs, chosen = vocabulary.log_probabilities(logits.detach(), wanted)
             total -= (chosen[:, 0] * factor).sum()
-            # The gradient of the loss is the probabilities, less one for the target; in the memory of their logarithms.
-            gradient = logs.exp_().scatter_(1, wanted[:, None], chosen.expm1())
+            gradient = vocabulary.gradient(logs, wanted, chosen)
             if weights is not None:
                 gradient *= factor[:, None]
             leaves = [leaf, *trained] if rows.requires_grad else trained
@@ -121,4 +149,4 @@ class _SummedLoss(torch.autograd.Function):
     def backward(context: Any, scale: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         gradients = iter(context.saved_tensors)
         # In place, as the head's may be as large as the head: a second backward pass is refused by autograd.
-        return None, None, None, *(next(gradients).mul_(scale) if wanted else None for wanted in context.wanted)
+        return None, None, None, None, *(next(gradients).mul_(scale) if wanted else None for wanted in context.wanted)

@@ -104,7 +104,8 @@ def _run_trial(config: dict[str, Any], plan: Plan, launcher_options: Sequence[st
         folder = Path(name)
         plan.save(folder / "plan.json")
         section = config["omnibal"]
-        pipeline = section.get("pipeline", {}) | {"plan": str(folder / "plan.json"), "num_stages": plan.num_stages}
+        of_plan = {"num_stages": plan.num_stages, "num_tensor": plan.layout.num_tensor}
+        pipeline = section.get("pipeline", {}) | {"plan": str(folder / "plan.json"), **of_plan}
         batch = {"gradient_accumulation_steps": plan.micro_batches, "train_batch_size": "auto"}
         (folder / "config.json").write_text(json.dumps(config | batch | {"omnibal": section | {"pipeline": pipeline}}))
         command = [*LAUNCHER, "--master_port", str(free_port()), *launcher_options, "--module", "omnibal.trials"]

@@ -22,6 +22,7 @@ from omnibal.data.source_draws import typical_lengths
 from omnibal.device import Device
 from omnibal.errors import ConfigError, DataError
 from omnibal.families.base import LayerRecord, vision_unit_of
+from omnibal.families.cuts import check_degree
 from omnibal.pipeline.units import check_units
 from omnibal.plan import Plan
 from omnibal.profile.counted import analytic_profile
@@ -260,10 +261,17 @@ class Workspace:
         return found
 
     def layout_on(
-        self, num_devices: int, devices: str, num_layers: int, *, num_stages: int | None = None, num_tensor: int = 1
+        self,
+        num_devices: int,
+        devices: str,
+        num_layers: int,
+        *,
+        num_stages: int | None = None,
+        num_tensor: int | None = None,
     ) -> Layout:
         """How the run lies on some devices: stages as asked for, of the plan, or as many as there are devices."""
         stages, encoder = num_stages or self.section.pipeline.num_stages, self.encoder_on(num_devices)
+        num_tensor = self.num_tensor if num_tensor is None else num_tensor
         if stages == "auto" and self.named_plan is not None:
             stages = self.named_plan.num_stages
         elif stages == "auto" and encoder is not None and encoder.placement == "own":  # one pipeline of all others
@@ -277,6 +285,14 @@ class Workspace:
         if layout.has_units:
             check_units(layout)
         return layout
+
+    @property
+    def num_tensor(self) -> int:
+        """Ranks that share each layer: as many as the ds_config says, or the plan that it names."""
+        asked = self.section.pipeline.num_tensor
+        if asked != "auto":
+            return asked
+        return 1 if self.named_plan is None else self.named_plan.layout.num_tensor
 
     def encoder_on(self, num_devices: int) -> Encoder | None:
         """The encoder of a run on so many devices, as the ds_config says, or the plan that it names."""
@@ -303,9 +319,11 @@ class Workspace:
             return self.overrides.profile
         return self._kept_profile() or self.make_profile()
 
-    def make_profile(self, limits: PackLimits | None = None, *, num_tensor: int = 1) -> ModelProfile:
+    def make_profile(self, limits: PackLimits | None = None, *, num_tensor: int | None = None) -> ModelProfile:
         """Count what layers cost, or measure it, and keep it."""
         dtype, frozen = dtype_of(self.config), self.section.model.frozen
+        num_tensor = num_tensor or self.num_tensor
+        check_degree(self.records, num_tensor)
         if self.measures:
             made = self._measured_profile(limits or self.limits)
         else:
@@ -334,7 +352,10 @@ class Workspace:
 
     def _check_profile(self, profile: ModelProfile) -> None:
         records = None if self.section.model.path is None else self.records
-        profile.check_matches(records=records, dtype=dtype_of(self.config), frozen=self.section.model.frozen)
+        profile.check_matches(
+            records=records, dtype=dtype_of(self.config), tensor_parallel=self.num_tensor,
+            frozen=self.section.model.frozen,
+        )  # fmt: skip
 
     def _kept_profile(self) -> ModelProfile | None:
         """The run's profile, else that of its what-ifs, if one still fits; says why it does not."""

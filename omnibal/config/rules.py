@@ -178,6 +178,8 @@ def keys_of_plan(config: dict[str, Any], section: OmnibalSection, plan: Plan, pa
     own, planned = section.pipeline.encoder_on(plan.layout.num_devices), plan.layout.encoder
     if own is not None and own != planned:  # left out, it is what the plan says
         values["omnibal", "pipeline", "encoder"] = _encoder_key(planned)
+    if section.pipeline.num_tensor not in ("auto", plan.layout.num_tensor):
+        values["omnibal", "pipeline", "num_tensor"] = plan.layout.num_tensor
     return values
 
 

@@ -42,7 +42,7 @@ INSTEAD: Final[Mapping[str, str]] = {
     "activation_checkpointing": "omnibal.pipeline.recompute says which layers recompute",
     "data_efficiency": "omnibal.data says what is trained on, and omnibal.data.mixture when",
     "curriculum_learning": "omnibal.data says what is trained on, and omnibal.data.mixture when",
-    "tensor_parallel": "a layer is on one device: omnibal.pipeline.num_stages says how many share the model",
+    "tensor_parallel": "omnibal.pipeline.num_tensor says how many ranks share each layer",
     "sequence_parallel_size": "a pack is on one device: omnibal.packing.llm_tokens says how long it may be",
     "amp": "enable bf16",
     "gradient_accumulation_dtype": "data_types.grad_accum_dtype says it",
@@ -198,6 +198,9 @@ class PipelineSection(Section):
     encoder: EncoderSection | Literal["spread"] | None = None
     """``spread``: all processes encode a share of a step's images, before the language model's pipeline and behind it.
     Left out: the plan's, where a plan is named; else the encoder has the replicas of all other stages."""
+    num_tensor: Count | Literal["auto"] = 1
+    """Ranks that share each layer, for models that are too large without them; see tensor.md. ``auto``: as many as the
+    plan says; without a plan 1."""
     partition: Literal["uniform", "parameters"] | list[int] = "parameters"
     """A method, or the boundaries themselves: ``[0, 5, 14]`` gives stages of layers 0–4 and 5–13. A method cuts encoder
     and language model apart where the encoder has devices of its own, and the language model alone where the encoder is

@@ -26,7 +26,9 @@ from omnibal.engine.saved_files import (
 from omnibal.errors import ConfigError, said
 from omnibal.records import load_json
 from omnibal.vlm import load_model
+from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.lora import ADAPTER_CONFIG, StateOf, add_adapters, base_of, load_adapters, merged_states, save_adapters
+from omnibal.vlm.tensor import whole_state
 from omnibal.vlm.weights import has_weights, other_names, save_model, spare_weights
 
 MODEL_FOLDER: Final = "model"  # within a checkpoint
@@ -130,14 +132,15 @@ def join_layers(layers: Path, folder: Path, *, merged: bool = False) -> None:
     # Layers are read one at a time, when save_model asks for their state. Of adapters: either peft's files alone, or
     # each layer's weights from the base model with what the adapters add.
     source = layers / MODEL_FOLDER
-    state_of: StateOf = partial(_layer_state, layers)
     model, adapters = load_model(source), load_adapters(source)
+    state_of: StateOf = partial(_layer_state, layers, model)
     own = shutil.ignore_patterns(SPARE_FILE, NAMES_FILE, ADAPTER_CONFIG)
     shutil.copytree(source, folder, dirs_exist_ok=True, ignore=own)
     spare = load_file(source / SPARE_FILE) if (source / SPARE_FILE).is_file() else {}
     if adapters is not None:
         adapted, base = load_model(source), base_of(adapters)
         add_adapters(adapted, adapters)
+        state_of = partial(_layer_state, layers, adapted)
         if not merged:
             save_adapters(adapted, state_of, folder)
             return
@@ -146,14 +149,25 @@ def join_layers(layers: Path, folder: Path, *, merged: bool = False) -> None:
     save_model(model, state_of, folder, spare=spare, names=names)
 
 
-def _layer_state(checkpoint: Path, index: int) -> dict[str, Tensor]:
+def _layer_state(checkpoint: Path, model: VisionLanguageModel, index: int) -> dict[str, Tensor]:
+    """The whole weights of a layer, which is in one file, or in one file for each tensor rank."""
     files = sorted(checkpoint.glob(f"layer_{index:02d}-*model_states.pt"))
-    if len(files) != 1:
-        raise ConfigError(f"checkpoint must hold one file for layer {index}, got {len(files)} in {checkpoint}")
+    # DeepSpeed's names for them (PipelineModule.ckpt_layer_path).
+    names = [f"layer_{index:02d}-model_{rank:02d}-model_states.pt" for rank in range(len(files))]
+    if len(files) != 1 and ([path.name for path in files] != names or not files):
+        raise ConfigError(
+            f"checkpoint must hold one file for layer {index}, or one of each tensor rank, got {len(files)} in "
+            f"{checkpoint}"
+        )
+    states = [_read_layer(path) for path in files]
+    return states[0] if len(states) == 1 else whole_state(model, index, states)
+
+
+def _read_layer(path: Path) -> dict[str, Tensor]:
     try:
-        state: dict[str, Tensor] = torch.load(files[0], map_location="cpu", weights_only=True)
+        state: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch and pickle raise what they trip over
-        raise ConfigError(f"{files[0]} must be a whole file of a layer's weights, got {said(error)}") from error
+        raise ConfigError(f"{path} must be a whole file of a layer's weights, got {said(error)}") from error
     if not isinstance(state, dict):
-        raise ConfigError(f"{files[0]} must hold a layer's weights by name, got {type(state).__name__}")
+        raise ConfigError(f"{path} must hold a layer's weights by name, got {type(state).__name__}")
     return state

@@ -34,6 +34,8 @@ from omnibal.vlm.weights import SINGLE_FILE, check_data, load_data
 LOG: Final = logging.getLogger(__name__)
 # DeepSpeed's classes, of which its optimizers save objects beside tensors and numbers.
 _CLASSES: Final = (LossScaler, ZeroStageEnum, fragment_address)
+# What checkpoints had that do not say.
+_BEFORE: Final = {"num_tensor": 1}
 
 
 class CheckpointedEngine(TableEngine):
@@ -286,6 +288,7 @@ class CheckpointedEngine(TableEngine):
         weights = {
             "partition": list(self.plan.partition.boundaries),
             "num_replicas": self._replicas(),
+            "num_tensor": self.resolved.layout.num_tensor,
             "encoder": "spread" if self.resolved.layout.is_spread else None,
             "zero_stage": int(self.zero_optimization_stage()),
             "dtype": str(self.resolved.dtype),
@@ -306,9 +309,10 @@ class CheckpointedEngine(TableEngine):
         """Open what this rank will load; the weights must be those of its layers."""
         saved = saved_files.read_manifest(checkpoint)
         for key, value in layout.items():  # or optimizer states would land on other layers
-            if saved.get(key) != value:
+            before = saved.get(key, _BEFORE.get(key))
+            if before != value:
                 raise ConfigError(
-                    f"{key} must be that of the checkpoint {checkpoint} ({saved.get(key)}) to resume, got {value}; "
+                    f"{key} must be that of the checkpoint {checkpoint} ({before}) to resume, got {value}; "
                     "to go on under another one, export the checkpoint and start from the exported model"
                 )
         # What load_checkpoint reads on this rank: the engine's file, this rank's part of the optimizer's state, and the
@@ -324,7 +328,9 @@ class CheckpointedEngine(TableEngine):
             in_folder = set()  # weights beside adapters, which a checkpoint leaves to the model's folder
             if self.resolved.base is not None:
                 in_folder = {name for name, parameter in layer.named_parameters() if not parameter.requires_grad}
-            for path in self.module.ckpt_layer_path_list(str(checkpoint), index - self.module._local_start):
+            place = str(checkpoint), index - self.module._local_start
+            files = self.module.ckpt_layer_path_list(*place)
+            for path in [self.module.ckpt_layer_path(*place)] if self.module.ranks.size > 1 else files:
                 found = {name: tensor.shape for name, tensor in _opened(Path(path)).items()}
                 differing = {name for name, _ in found.items() ^ expected.items()} - (in_folder - found.keys())
                 if not strict:

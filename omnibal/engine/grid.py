@@ -5,10 +5,11 @@ other, the ranks that pass micro-batches to each other are those whose replica i
 *column*. Where all stages have as many replicas, a column is what DeepSpeed calls a pipe group.
 """
 
+import logging
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from deepspeed.runtime.pipe import module as pipe_module
 from deepspeed.runtime.pipe import p2p
@@ -19,13 +20,17 @@ from deepspeed.runtime.pipe.topology import (
     ProcessTopology,
 )
 
-from omnibal.cluster import Layout
+from omnibal.cluster import Cluster, Layout
 from omnibal.config import micro_batches_of
+from omnibal.engine.reduction import check_exchanged
 from omnibal.engine.resolve import ResolvedRun
 from omnibal.errors import ConfigError
+from omnibal.families.cuts import check_degree
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.units import unit_schedule
 
+LOG: Final = logging.getLogger(__name__)
+SHARED: Final = "where tensor ranks share layers"
 Pair = tuple[int, int]
 """A rank, and one of the next stage."""
 
@@ -145,6 +150,45 @@ def check_unit_run(resolved: ResolvedRun, partition: Partition) -> None:
             raise ConfigError(
                 f"layers that share {key} must be on one stage {where}, got stages {', '.join(map(str, sorted(found)))}"
             )
+
+
+def check_tensor_run(resolved: ResolvedRun) -> None:
+    """Refuse what tensor ranks cannot run with; a layout without them passes."""
+    layout, vlm = resolved.layout, resolved.vlm
+    if layout.num_tensor == 1:
+        return
+    if layout.encoder is not None:
+        raise ConfigError(f"omnibal.pipeline.encoder must be left out {SHARED}, got {layout.encoder}")
+    if not vlm.cut_patterns:
+        raise ConfigError(
+            f"num_tensor must be 1 for the family of {vlm.config.model_type}, which does not say how layers are cut, "
+            f"got {layout.num_tensor}"
+        )
+    check_degree(vlm.records, layout.num_tensor)
+    check_exchanged(resolved.config, SHARED)
+
+
+def warn_of_apart(layout: Layout, hosts: Sequence[str], cluster: Cluster | None) -> None:
+    """Say which tensor ranks are on several nodes: every block waits for four sums of theirs."""
+    groups = [
+        [layout.rank(stage, replica, tensor) for tensor in range(layout.num_tensor)]
+        for stage in range(layout.num_stages)
+        for replica in range(layout.num_replicas)
+    ]
+    apart = [group for group in groups if len({hosts[rank] for rank in group}) > 1]
+    if not apart:
+        return
+    slower = ""
+    if cluster is not None:
+        ratio = cluster.bandwidth(across_nodes=False) / cluster.bandwidth(across_nodes=True)
+        slower = f", which takes about {ratio:.0f} times as long as within a node" if ratio > 1 else ""
+    LOG.warning(
+        "ranks that share layers should be on one node, got ranks %s on %s; every layer then waits for sums over the "
+        "network%s; let num_tensor divide the processes of a node",
+        ", ".join(map(str, apart[0])),
+        ", ".join(dict.fromkeys(hosts[rank] for rank in apart[0])),
+        slower,
+    )
 
 
 def deepspeed_view(resolved: ResolvedRun, rank: int) -> tuple[dict[str, Any], Layout]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from omnibal.config import check_batch, check_deferral, complete_deepspeed_config, fill_in_steps, partition_of
 from omnibal.engine.engine import OmnibalEngine
-from omnibal.engine.grid import check_unit_run, deepspeed_view
+from omnibal.engine.grid import check_tensor_run, check_unit_run, deepspeed_view, warn_of_apart
 from omnibal.engine.loader import Loader, PackReader, VlmDataset, cores_of_process, view_of
 from omnibal.engine.module import VlmPipelineModule
 from omnibal.engine.resolve import (
@@ -43,6 +43,7 @@ from omnibal.families.base import trained_in_words
 from omnibal.plan import Plan
 from omnibal.processes import ExplainedWait, end_with_launcher
 from omnibal.ranks import gloo_group, run_on_all_ranks
+from omnibal.ranks.agreement import hosts_of
 from omnibal.vlm.weights import spare_weights
 from omnibal.workspace import Workspace
 
@@ -174,6 +175,10 @@ def start(workspace: Workspace, model: Any, dataset: Any, own: UserOptimizer) ->
     # Whatever can be refused is refused here, before samples are measured, which may take hours, and weights are read.
     resolved, config = run_on_all_ranks(lambda: _resolve(workspace, model, own))
     section, place = workspace.section, resolved.layout.place(dist.get_rank())
+    if resolved.layout.num_tensor > 1:
+        hosts = [host.name for host in hosts_of(dist.group.WORLD)]
+        if dist.get_rank() == 0:
+            warn_of_apart(resolved.layout, hosts, workspace.known_cluster)
     # Data: a caller's dataset or stream, else the ds_config's stream, else its annotations, measured by rank 0.
     samples = dataset
     if dataset is None and section.data.streaming:
@@ -216,6 +221,7 @@ def _resolve(workspace: Workspace, model: Any, own: UserOptimizer) -> tuple[Reso
         check_unit_run(resolved, partition)
         check_spread_run(resolved, partition)
         check_batch(resolved.config, layout.num_replicas)
+    check_tensor_run(resolved)
     return resolved, _deepspeed_config(resolved)
 
 

@@ -56,7 +56,7 @@ _BY_EFFECT: Final = (
     # the checkpoint's layout: classes and groups of the optimizer, precision, partition, what is trained
     "optimizer", "optimizer.params", "scheduler", "zero_optimization.stage", "bf16.enabled", "data_types",
     "omnibal.model.frozen", "omnibal.pipeline.num_stages", "omnibal.pipeline.partition", "omnibal.pipeline.plan",
-    "omnibal.pipeline.encoder",
+    "omnibal.pipeline.encoder", "omnibal.pipeline.num_tensor",
     # the place in the data: lengths, limits and how they are packed
     "omnibal.data.train", "omnibal.data.max_tiles", "omnibal.data.streaming", "omnibal.data.mixture",
     "omnibal.packing.vision_units", "omnibal.packing.llm_tokens", "omnibal.packing.method",

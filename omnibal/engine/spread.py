@@ -31,6 +31,7 @@ from omnibal.dispatch.exchange import exchange
 from omnibal.dispatch.rearrangement import Rearrangement
 from omnibal.engine.grid import replaced
 from omnibal.engine.module import ON_ALL_RANKS, VlmPipelineModule
+from omnibal.engine.reduction import check_exchanged
 from omnibal.engine.resolve import ResolvedRun
 from omnibal.errors import ConfigError
 from omnibal.families.base import encoder_layers
@@ -172,19 +173,7 @@ def check_spread_run(resolved: ResolvedRun, partition: Partition) -> None:
         return
     if layout.num_tensor > 1:
         raise ConfigError(f"num_tensor must be 1 {where}, got {layout.num_tensor}")
-    # What lets DeepSpeed reduce gradients itself, over a stage's replicas: see `exchange_of`.
-    config, zero = resolved.config, resolved.config.get("zero_optimization", {})
-    asked = {
-        "zero_optimization.offload_optimizer": (zero.get("offload_optimizer") or {}).get("device") == "cpu",
-        "zero_optimization.contiguous_gradients": zero.get("contiguous_gradients"),
-        "prescale_gradients": config.get("prescale_gradients"),
-        "gradient_predivide_factor": config.get("gradient_predivide_factor", 1) != 1,
-    }
-    for key, is_asked in asked.items():
-        if is_asked:
-            raise ConfigError(
-                f"{key} must be left out {where}, got it; the encoder's gradients are summed on all ranks"
-            )
+    check_exchanged(resolved.config, where)
     first, stop = encoder_layers(vlm.records), partition.boundaries[1]
     if stop <= first:
         raise ConfigError(

@@ -16,6 +16,7 @@ from torch import Tensor
 from omnibal.cluster import Layout, PipelinePosition
 from omnibal.config import OmnibalSection
 from omnibal.data.mixture import Mixture
+from omnibal.engine.grid import SHARED
 from omnibal.engine.loader import Batch, Loader, PackReader
 from omnibal.engine.resolve import ResolvedRun
 from omnibal.engine.samples import SampleRules
@@ -123,6 +124,8 @@ def stream_loader(
     """The plan of a run on streams, and this rank's loader."""
     if resolved.layout.has_units:
         raise ConfigError("samples must have lengths() where the encoder has replicas of its own, got a stream")
+    if resolved.layout.num_tensor > 1:  # each would draw samples of its own
+        raise ConfigError(f"samples must have lengths() {SHARED}, got a stream")
     section, rules = workspace.section, SampleRules.of(resolved.vlm)
     num_steps, mixture = _checked(section)
     plan = workspace.resolve_plan(resolved.vlm.records, resolved.layout, None)

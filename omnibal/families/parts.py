@@ -33,10 +33,14 @@ def attention_and_mlp(
 
 
 # As transformers' base_model_tp_plan of these models has it.
-TEXT_CUTS = attention_and_mlp(
-    "language_model.layers.*", "self_attn.q_proj", "self_attn.o_proj", ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.down_proj", keys=("self_attn.k_proj", "self_attn.v_proj"),
-)  # fmt: skip
+TEXT_CUTS = {
+    "language_model.embed_tokens": Cut("vocab"),
+    **attention_and_mlp(
+        "language_model.layers.*", "self_attn.q_proj", "self_attn.o_proj", ("mlp.gate_proj", "mlp.up_proj"),
+        "mlp.down_proj", keys=("self_attn.k_proj", "self_attn.v_proj"),
+    ),
+    "lm_head": Cut("vocab"),
+}  # fmt: skip
 # Of CLIP's and SigLIP's blocks, and of a projector of two matrices.
 TOWER_CUTS = {
     **attention_and_mlp(

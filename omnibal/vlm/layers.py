@@ -156,7 +156,7 @@ class VisionLanguageModel:
             for inner in [inner for inner, module in modules if any(True for _ in module.parameters())]:
                 end = f".{inner}" if inner else ""
                 patterns = self.cut_patterns.items()
-                cut = next((cut for pattern, cut in patterns if fnmatchcase(path + end, f"*.{pattern}")), None)
+                cut = next((cut for pattern, cut in patterns if fnmatchcase(f".{path}{end}", f"*.{pattern}")), None)
                 if cut is not None:
                     found[name + end] = cut
         return found

@@ -7,7 +7,7 @@ into a column layer passes `copy_of`: its gradients are added up on the way back
 Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 
+from omnibal.errors import ConfigError
 from omnibal.families.cuts import Slice, units_of
+from omnibal.loss import Vocabulary
 from omnibal.vlm.backward import DeferringLinear
 
 if TYPE_CHECKING:  # its layers' attention asks for `own_stream`
@@ -38,6 +41,10 @@ class TensorGroup(NamedTuple):
 
     def sum_in_place(self, tensor: Tensor) -> Tensor:
         dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def max_in_place(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return tensor
 
 
@@ -107,6 +114,56 @@ class SharedRMSNorm(nn.Module):
         return self.weight * (exact * torch.rsqrt(variance + self.variance_epsilon)).to(hidden.dtype)
 
 
+class SharedEmbedding(nn.Embedding):
+    """The rows of an embedding that a tensor rank has; the ranks' outputs, zeros for others' words, are added up."""
+
+    ranks: TensorGroup
+    first: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        own, places = _own_words(input, self.first, len(self.weight))
+        # Plain embeddings give the row of a padding token no gradient.
+        padding = None if self.padding_idx is None else self.padding_idx - self.first
+        padding = padding if padding is not None and 0 <= padding < len(self.weight) else None
+        found = functional.embedding(places, self.weight, padding)
+        return summed(found.masked_fill(~own[..., None], 0), self.ranks)
+
+
+class VocabularyPart(Vocabulary):
+    """The words that a tensor rank's head has logits of: ``count`` from ``first`` on."""
+
+    def __init__(self, first: int, count: int, ranks: TensorGroup) -> None:
+        self.first, self.count, self.ranks = first, count, ranks
+
+    @torch.no_grad()
+    def log_probabilities(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        exact = logits.to(torch.float32)
+        exact = exact - self.ranks.max_in_place(exact.amax(-1))[:, None]
+        own, places = _own_words(targets, self.first, self.count)
+        of_targets = exact.gather(1, places[:, None])[:, 0].masked_fill(~own, 0)
+        total, chosen = self.ranks.sum_in_place(torch.stack([exact.exp().sum(-1), of_targets]))
+        return exact.sub_(total.log()[:, None]), (chosen - total.log())[:, None]
+
+    def gradient(self, logs: Tensor, targets: Tensor, chosen: Tensor) -> Tensor:
+        own, places = _own_words(targets, self.first, self.count)
+        probabilities, places = logs.exp_(), places[:, None]
+        values = torch.where(own[:, None], chosen.expm1(), probabilities.gather(1, places))
+        return probabilities.scatter_(1, places, values)
+
+    def likeliest(self, logits: Tensor) -> Tensor:
+        largest, word = logits.to(torch.float32).max(-1)
+        # Of equal ones the first word.
+        is_largest = largest == self.ranks.max_in_place(largest.clone())
+        return -self.ranks.max_in_place(torch.where(is_largest, -(word + self.first), torch.iinfo(word.dtype).min))
+
+
+def _own_words(words: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Which words are among ``count`` from ``first`` on, and their places there; 0 for others."""
+    places = words - first
+    own = (places >= 0) & (places < count)
+    return own, places.masked_fill(~own, 0)
+
+
 class SharedDropout(nn.Dropout):
     """Dropout of what a tensor rank has a part of: each rank draws a mask of its own."""
 
@@ -144,7 +201,11 @@ def share_layer(model: "VisionLanguageModel", index: int, layer: nn.Module, rank
     for name, cut in cuts.items():
         module = modules[name]
         linear = cast(nn.Module, getattr(module, "base_layer", module))  # inside peft's, where it has adapters
-        if not isinstance(linear, nn.Linear):
+        if cut.by == "vocab":
+            own = next(own for weight, own in slices.items() if weight.startswith(f"{name}."))
+            _share_words(layer, linear, own.ranges[0], ranks)
+            _mark_partial(module, name, slices, [])
+        elif not isinstance(linear, nn.Linear):
             _share_norm(linear, ranks, model, index)
         elif cut.dim == 0:
             linear.out_features = len(linear.weight)
@@ -177,6 +238,29 @@ def part_of(whole: Tensor, own: Slice) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, own.dim)
 
 
+def whole_state(model: "VisionLanguageModel", index: int, states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The whole weights of layer ``index``, from those of all tensor ranks in their order."""
+    slices = [model.slices(index, len(states), rank) for rank in range(len(states))]
+    found = dict(states[0])
+    for name in slices[0].keys() & found.keys():
+        parts = [(state[name], own[name]) for state, own in zip(states, slices, strict=True)]
+        shape = list(found[name].shape)
+        dim = parts[0][1].dim
+        shape[dim] = max(stop for _, own in parts for _, stop in own.ranges)
+        found[name] = found[name].new_empty(shape)
+        for part, own in parts:
+            if part.shape[dim] != own.width:
+                raise ConfigError(
+                    f"{name} of layer {index} must be {own.width} wide on each of {len(states)} tensor ranks, got "
+                    f"{part.shape[dim]}"
+                )
+            before = 0
+            for start, stop in own.ranges:
+                found[name].narrow(dim, start, stop - start).copy_(part.narrow(dim, before, stop - start))
+                before += stop - start
+    return found
+
+
 def _mark_partial(module: nn.Module, place: str, slices: Mapping[str, Slice], rows: list[str]) -> None:
     """Mark what is whole behind `copy_of` and before the sum of a row layer: norms of heads, A of an adapter."""
     for name, parameter in module.named_parameters():
@@ -199,6 +283,20 @@ def _share_row_adapter(module: nn.Module, ranks: TensorGroup) -> None:
         if isinstance(dropout, nn.Dropout):
             dropout.__class__ = SharedDropout
             cast(SharedDropout, dropout).ranks = ranks
+
+
+def _share_words(layer: nn.Module, module: nn.Module, words: tuple[int, int], ranks: TensorGroup) -> None:
+    """Tell an embedding or a head, and the layer around it, which words it has."""
+    first, count = words[0], words[1] - words[0]
+    if isinstance(module, nn.Embedding):
+        module.num_embeddings = count
+        module.__class__ = SharedEmbedding
+        shared = cast(SharedEmbedding, module)
+        shared.ranks, shared.first = ranks, first
+    else:
+        cast(nn.Linear, module).out_features = count
+    if hasattr(layer, "vocabulary"):
+        cast(Any, layer).vocabulary = VocabularyPart(first, count, ranks)
 
 
 def _share_norm(norm: nn.Module, ranks: TensorGroup, model: "VisionLanguageModel", index: int) -> None:

@@ -9,10 +9,11 @@ from torch.nn import functional
 
 from omnibal.errors import DataError
 from omnibal.families.base import LayerRecord
-from omnibal.loss import LogitsOf, evaluation_statistics, summed_loss
+from omnibal.loss import WHOLE, LogitsOf, Vocabulary, evaluation_statistics, summed_loss
 from omnibal.vlm.attention import attention_kwargs, sample_lengths
 from omnibal.vlm.layers import LayerRecipe
 from omnibal.vlm.payload import Payload, counts_of
+from omnibal.vlm.tensor import VocabularyPart, copy_of
 
 
 class TextEmbedding(nn.Module):
@@ -54,6 +55,7 @@ class TiedEmbedding(TextEmbedding):
     # A pipeline engine ties whole modules, and calls the same module at both ends of the model.
     tied_weights = ("embed_tokens.weight",)
     at_once = True
+    vocabulary: Vocabulary = WHOLE
 
     def forward(self, payload: Payload) -> Payload:
         """Embed 2-D image features; judge 3-D hidden states, as ``Head`` does."""
@@ -99,6 +101,7 @@ class Head(nn.Module):
     """The head of a model that does not tie it to its embedding, and the loss."""
 
     at_once = True  # computes its gradients in the forward pass: `omnibal.loss.summed_loss`
+    vocabulary: Vocabulary = WHOLE  # tensor ranks have a part of it
 
     def __init__(self, config: Any, lm_head: nn.Module) -> None:
         super().__init__()
@@ -109,14 +112,17 @@ class Head(nn.Module):
         return _judged(self, payload, self.lm_head, list(self.lm_head.parameters()))
 
 
-def _judged(layer: nn.Module, payload: Payload, head: LogitsOf, parameters: list[nn.Parameter]) -> Payload:
+def _judged(layer: Head | TiedEmbedding, payload: Payload, head: LogitsOf, parameters: list[nn.Parameter]) -> Payload:
     if "targets" not in payload.integers:  # logits of all rows, (1, tokens, vocab), for answers
         return payload.replace(hidden=head(payload.hidden).contiguous())
     # Before the product: of rows without a target nothing is computed.
-    rows = payload.hidden[0].index_select(0, payload.integers["target_rows"])
+    rows, words = payload.hidden[0].index_select(0, payload.integers["target_rows"]), layer.vocabulary
+    if isinstance(words, VocabularyPart):
+        rows = copy_of(rows, words.ranks)
     if layer.training:
-        return payload.replace(hidden=summed_loss(head, parameters, rows, payload.integers["targets"]))
-    return payload.replace(hidden=evaluation_statistics(head, rows, payload.integers))
+        targets = payload.integers["targets"]
+        return payload.replace(hidden=summed_loss(head, parameters, rows, targets, vocabulary=words))
+    return payload.replace(hidden=evaluation_statistics(head, rows, payload.integers, words))
 
 
 class ExactRotary(nn.Module):

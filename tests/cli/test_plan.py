@@ -14,7 +14,7 @@ from omnibal import vlm
 from omnibal.cli.entering import enter
 from omnibal.cli.weighing import WEIGHED
 from omnibal.cluster import Cluster, Encoder
-from omnibal.config import read_config
+from omnibal.config import keys_of_plan, read_config
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
@@ -100,6 +100,31 @@ def test_devices_that_share_layers_are_tensor_ranks(omnibal, arguments, tmp_path
     plan = json.loads(omnibal("plan", *arguments(), *options).stdout)["plan"]
     assert plan["made_from"]["device"] == "2 x A100-80GB"
     assert (plan["layout"]["num_stages"], plan["layout"]["num_replicas"], plan["layout"]["num_tensor"]) == (4, 2, 2)
+
+
+def test_a_ds_config_asks_for_tensor_ranks(omnibal, refusal, ds_config, tmp_path):
+    config = ds_config(pipeline={"num_stages": "auto", "num_tensor": 2}, packing={"samples_per_step": 16})
+    plan = json.loads(omnibal("plan", config, "--write", "--json").stdout)["plan"]
+    layout = plan["layout"]
+    assert layout["num_stages"] * layout["num_replicas"] * 2 == 4 and layout["num_tensor"] == 2
+    assert ModelProfile.load(tmp_path / "run" / "profile.json").num_tensor == 2
+    workspace = Workspace.read(config)
+    assert workspace.layout_on(4, "processes", 13) == Plan.load(tmp_path / "run" / "plan.json").layout
+    assert json.loads(omnibal("simulate", config, "--json").stdout)["layout"]["num_tensor"] == 2
+    searched = json.loads(omnibal("partition", config, "--num-stages", 2, "--json").stdout)
+    assert searched["layout"]["num_tensor"] == 2 and searched["methods"]["search"]["candidates"]
+    # The plan's degree is entered where the ds_config says another one, and "auto" follows it.
+    one = dict.fromkeys(("num_stages", "num_tensor", "plan"), "auto")
+    for asked, entered in ((1, {("omnibal", "pipeline", "num_tensor"): 2}), ("auto", {})):
+        other = ds_config(pipeline=one | {"num_tensor": asked})
+        keys = keys_of_plan(*read_config(other), workspace.named_plan, "auto")
+        assert {key: value for key, value in keys.items() if key[-1] == "num_tensor"} == entered
+    assert Workspace.read(other).num_tensor == 2
+    said = omnibal("profile", ds_config(pipeline={"num_tensor": 1}), "--json").stderr
+    assert "profile.json is made anew: profile must fit this run, got tensor_parallel 2 where the run has 1" in said
+    assert refusal("plan", ds_config(pipeline={"num_tensor": 5}), "--cluster", "10xA100-80GB").startswith(
+        "num_tensor must be at most the 4 heads of vision_block.0, got 5"
+    )
 
 
 @pytest.mark.parametrize(

@@ -40,11 +40,11 @@ class Case:
 
 
 def small_config(*, tied=False, dropout=0.0, text_class=Qwen2Config, **vision):
-    vision |= {
+    vision = {
         "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": TILE, "patch_size": 7,
         "initializer_range": 0.2, "layer_scale_init_value": 0.7,
         "hidden_dropout_prob": dropout, "attention_dropout": dropout,
-    }  # fmt: skip
+    } | vision  # fmt: skip
     text = {
         "model_type": text_class.model_type, "vocab_size": VOCABULARY, "num_hidden_layers": 2,
         "max_position_embeddings": 256, "initializer_range": 0.2,

@@ -14,6 +14,7 @@ from omnibal.engine.checkpoint import export
 from omnibal.errors import ConfigError
 from omnibal.vlm import load_model
 from omnibal.vlm.lora import is_adapter
+from omnibal.vlm.tensor import part_of
 from tests.engine.adapted import change
 from tests.engine.launch import launch
 from tests.engine.small import Case
@@ -25,6 +26,7 @@ from tests.vlm.families import (
     tied_config,
 )
 from tests.vlm.lora import initial_adapters
+from tests.vlm.tensor import slices_of
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.distributed
@@ -53,6 +55,13 @@ RUNS = {
         ("vision_block", 2),
         ("1f1b", ("none",)),
     ),
+    "internvl on tensor ranks": (
+        small_config("internvl"),
+        {"rank": 3, "targets": ["language", "vision", "head"], "modules_to_save": ["projector", "embed_tokens"]},
+        (),
+        None,
+        ("zero-bubble", ("full", "none", "selective")),
+    ),
     "qwen3_vl": (
         small_config("qwen3_vl"),
         {"rank": 2, "targets": ["language", "vision", "head"]},
@@ -64,12 +73,12 @@ RUNS = {
 SPREAD = {"qwen3_vl": Encoder.on_all(2)}
 
 
-def case_of(family, folder):
-    config, lora, frozen, (kind, behind), (schedule, recompute) = RUNS[family]
+def case_of(run, folder):
+    config, lora, frozen, cut, (schedule, recompute) = RUNS[run]
     plain_family_model(config).save_pretrained(folder)
     kinds = [record.kind for record in load_model(folder).records]
     return Case(
-        (0, kinds.index(kind) + behind, len(kinds)),
+        (0, len(kinds)) if cut is None else (0, kinds.index(cut[0]) + cut[1], len(kinds)),
         PACKS,
         str(folder),
         recompute,
@@ -79,7 +88,8 @@ def case_of(family, folder):
         extra=SETTINGS,
         frozen=frozen,
         lora=lora,
-        encoder=SPREAD.get(family),
+        encoder=SPREAD.get(run),
+        num_tensor=2 if cut is None else 1,
     )
 
 
@@ -116,41 +126,49 @@ def plain_steps(adapted, model, samples):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Of each family its case, what the ranks found, and the folder of its checkpoints."""
+    """Of each run its case, what the ranks found, and the folder of its checkpoints."""
     folder = tmp_path_factory.mktemp("lora")
-    cases = {family: case_of(family, folder / family) for family in RUNS}
+    cases = {run: case_of(run, folder / run) for run in RUNS}
     by_rank = launch(2, "tests.engine.adapted:train_and_resume", [*cases.values()], folder)
     return {
-        family: (case, [found[number] for found in by_rank], folder / str(number))
-        for number, (family, case) in enumerate(cases.items())
+        run: (case, [found[number] for found in by_rank], folder / str(number))
+        for number, (run, case) in enumerate(cases.items())
     }
 
 
-@pytest.mark.parametrize("family", RUNS)
-def test_training_is_that_of_peft_on_plain_transformers(runs, family):
-    case, ranks, _ = runs[family]
+@pytest.mark.parametrize("run", RUNS)
+def test_training_is_that_of_peft_on_plain_transformers(runs, run):
+    case, ranks, _ = runs[run]
     adapted, model = peft_model(case)
-    losses, norms, gradients, weights = plain_steps(adapted, model, family_samples(family))
+    losses, norms, gradients, weights = plain_steps(adapted, model, family_samples(model.config.model_type))
     assert min(norms) > 2 * CLIPPING  # every step is clipped
     base = {model.disk_name(name): weight for name, weight in load_file(f"{case.model}/model.safetensors").items()}
     trained, seen = set(), set()
-    for rank in ranks:
+    for place, rank in enumerate(ranks):
+        own = own_part(model, case, place)
         assert rank["losses"] == pytest.approx(losses, rel=1e-4)
         assert rank["norms"] == pytest.approx(norms, rel=1e-3)
         assert rank["resumed_loss"] == rank["losses"][-1] and rank["resumed_alike"]
         names = [name for name, _ in rank["gradients"]]
         for number, (name, gradient) in enumerate(rank["gradients"]):
-            expected = gradients[number // len(set(names))][theirs(model, name)]
+            expected = own(name, gradients[number // len(set(names))][theirs(model, name)])
             torch.testing.assert_close(gradient, expected, rtol=2e-3, atol=2e-6, msg=name)
         for name, weight in rank["weights"].items():
             seen.add(name)
             if name in names:
                 trained.add(theirs(model, name))
-                torch.testing.assert_close(weight, weights[theirs(model, name)], rtol=1e-3, atol=2e-5, msg=name)
+                expected = own(name, weights[theirs(model, name)])
+                torch.testing.assert_close(weight, expected, rtol=1e-3, atol=2e-5, msg=name)
             else:
-                assert torch.equal(weight, base[name]), name
+                assert torch.equal(weight, own(name, base[name])), name
     assert trained == weights.keys()
     assert seen == {name for index in range(len(model.records)) for name in model.weight_names(index).values()}
+
+
+def own_part(model, case, rank):
+    """From a weight's name on disk and the whole weight to what a rank holds of it."""
+    slices = slices_of(model, case.num_tensor, rank)
+    return lambda name, whole: part_of(whole, slices[name]) if name in slices else whole
 
 
 def theirs(model, name):
@@ -164,17 +182,18 @@ def theirs(model, name):
     return f"base_model.model.{saved}.modules_to_save{path.removeprefix(saved)}"
 
 
-@pytest.mark.parametrize("family", RUNS)
-def test_a_checkpoint_is_exported_for_peft_and_merged(runs, family, tmp_path):
-    case, ranks, folder = runs[family]
+@pytest.mark.parametrize("run", RUNS)
+def test_a_checkpoint_is_exported_for_peft_and_merged(runs, run, tmp_path):
+    case, ranks, folder = runs[run]
     adapted, model = peft_model(case)
-    samples = family_samples(family)
+    samples = family_samples(model.config.model_type)
     before = plain_backward(adapted, samples)[1]
     named = named_in(adapted)
     with torch.no_grad():
-        for rank in ranks:
+        for number, rank in enumerate(ranks):
+            own = own_part(model, case, number)
             for name in dict(rank["gradients"]):
-                named[theirs(model, name)].copy_(rank["weights"][name])
+                own(name, named[theirs(model, name)]).copy_(rank["weights"][name])  # into a view: one range of each
     expected = plain_backward(adapted, samples)[1]
     export(folder / "end", tmp_path / "adapters")
     export(folder / "end", tmp_path / "merged", merged=True)

@@ -17,7 +17,7 @@ BF16 = {"bf16": {"enabled": True}}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two stages and two replicas, tied and untied, with dropout: uninterrupted, and resumed in new processes."""
+    """Two stages, replicas or tensor ranks, tied or not, with dropout: uninterrupted, and resumed in new processes."""
     configs, folders = [], []
     for tied, num_stages, zero_stage, extra in (
         (True, 2, 1, {}),
@@ -25,6 +25,7 @@ def runs(tmp_path_factory):
         (True, 2, 0, {}),
         (False, 2, 1, BF16),
         (False, 1, 0, BF16),
+        (True, 1, 1, BF16),  # of tensor ranks
     ):
         model = tmp_path_factory.mktemp("model")
         save_small_model(model, tied=tied, dropout=0.1)
@@ -32,6 +33,8 @@ def runs(tmp_path_factory):
         folders.append(tmp_path_factory.mktemp("checkpoints"))
     # Groups of which the second stage has some for placeholders only.
     configs[3] = changed(configs[3], "optimizer", learning_rates={"vision": 1e-3}, weight_decay="matrices")
+
+    configs[5] = changed(configs[5], "pipeline", num_tensor=2)
 
     def run(first, last, *save_at, **options):
         steps = [(config, first, last, str(folder)) for config, folder in zip(configs, folders, strict=True)]

@@ -1,15 +1,22 @@
 """Tensor ranks, which share each layer of a stage, compute what plain transformers computes."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
+from omnibal.cluster import Cluster, Encoder, Layout
+from omnibal.engine.grid import check_tensor_run, warn_of_apart
+from omnibal.engine.streams import stream_loader
+from omnibal.errors import ConfigError
 from omnibal.vlm import load_model
 from omnibal.vlm.tensor import part_of
+from tests.engine.cases import run_of
 from tests.engine.launch import launch
 from tests.engine.small import Case, names_of, plain_gradients, plain_training, save_small_model, small_samples
+from tests.vlm.tensor import slices_of
 
 pytestmark = pytest.mark.distributed
 
@@ -59,7 +66,8 @@ CASES = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Folders of small models; ``heads`` has as many heads in its ViT as it has of queries, 4."""
-    options = {"": {}, "tied": {"tied": True}, "heads": {"num_attention_heads": 4}}
+    dropout = {"hidden_dropout_prob": 0.2}
+    options = {"": {}, "tied": {"tied": True}, "heads": {"num_attention_heads": 4}, "dropout": dropout}
     folders = {}
     for name, own in options.items():
         folders[name] = tmp_path_factory.mktemp(name or "model")
@@ -67,23 +75,13 @@ def models(tmp_path_factory):
     return folders
 
 
-def whole_slices(folder, num_tensor, rank):
-    """By name on disk, what a tensor rank holds of each weight that is cut."""
-    model = load_model(folder)
-    found = {}
-    for index in range(len(model.records)):
-        names = model.weight_names(index)
-        found |= {names[name]: own for name, own in model.slices(index, num_tensor, rank).items()}
-    return found
-
-
 def assert_parts(found, whole, folder, num_tensor, rank, case, **near):
     """Compare a tensor rank's gradients or weights with its parts of the whole ones."""
-    slices = whole_slices(folder, num_tensor, rank)
+    slices = slices_of(load_model(folder), num_tensor, rank)
     for name, value in found.items():
         expected = part_of(whole[name], slices[name]) if name in slices else whole[name]
         torch.testing.assert_close(
-            value.float().view_as(expected),
+            value.view_as(expected),
             expected,
             **near,
             msg=lambda said, name=name: f"{name} differs in {case}: {said}",
@@ -125,7 +123,7 @@ def test_training_equals_plain_transformers(num_processes, models):
     cases = []
     for boundaries, packs, model, schedule in SHAPES[num_processes]:
         for zero_stage, precision in ((0, {}), (1, {}), (0, BFLOAT16), (1, BFLOAT16)):
-            clipping = CLIPPING if zero_stage or precision else 0.0
+            clipping = CLIPPING if zero_stage or precision or len(boundaries) == 2 else 0.0
             extra = precision | {"optimizer": optimizer, "gradient_clipping": clipping}
             cases.append(
                 pair(
@@ -160,3 +158,56 @@ def test_training_equals_plain_transformers(num_processes, models):
             assert result["norms"] == (pytest.approx(norms, rel=1e-3) if case.zero_stage else [None] * STEPS)
             assert result["weights"]
             assert_parts(result["weights"], weights, case.model, 2, rank % 2, case, rtol=1e-3, atol=2e-5)
+
+
+def test_two_tensor_ranks_drop_what_one_rank_drops(models):
+    """Of what is whole on all ranks: of heads and of an adapter's input each rank has others, and drops others."""
+    case = pair((0, 10), ONE, model=str(models["dropout"]), recompute=MIXED, zero_stage=1, steps=2)
+    alone, plain = replace(case, num_tensor=1), replace(case, num_tensor=1, model=str(models[""]))
+    ((whole, without),) = launch(1, "tests.engine.cases:several_steps", [alone, plain])
+    assert whole["losses"] != pytest.approx(without["losses"], rel=1e-3)
+    for rank, (found,) in enumerate(launch(2, "tests.engine.cases:several_steps", [case])):
+        assert found["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+        assert_parts(found["weights"], whole["weights"], case.model, 2, rank, "dropout", **EXACT)
+
+
+REFUSED = {
+    "num_tensor must be at most the 2 heads of vision_block.0, got 4": {"num_tensor": 4},
+    "omnibal.pipeline.encoder must be left out where tensor ranks share layers, got 1 stage × 1 replica": {
+        "encoder": Encoder(1, 1)
+    },
+    "zero_optimization.contiguous_gradients must be left out where tensor": {
+        "extra": {"zero_optimization": {"stage": 1, "contiguous_gradients": True}}
+    },
+    "zero_optimization.offload_optimizer must be left out where tensor ranks share layers": {
+        "extra": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+    },
+    "prescale_gradients must be left out where tensor ranks share": {"extra": {"prescale_gradients": True}},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_tensor_ranks_cannot_run_is_refused(message, models):
+    resolved, _ = run_of(pair((0, 4, 10), ONE, model=str(models[""]), **REFUSED[message]), num_replicas=1)
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        check_tensor_run(resolved)
+
+
+def test_families_that_say_no_cuts_and_streams_are_refused(models):
+    resolved, _ = run_of(pair((0, 4, 10), ONE, model=str(models[""])), num_replicas=1)
+    check_tensor_run(resolved)
+    with pytest.raises(ConfigError, match=r"lengths\(\) where tensor ranks share layers, got a stream"):
+        stream_loader(None, resolved, [], None, None)
+    resolved.vlm.cut_patterns = {}
+    with pytest.raises(ConfigError, match="num_tensor must be 1 for the family of internvl, which does not say how"):
+        check_tensor_run(resolved)
+
+
+def test_ranks_of_a_group_on_several_nodes_are_named(caplog):
+    layout = Layout(2, 1, num_tensor=4)
+    warn_of_apart(layout, ["a"] * 4 + ["b"] * 4, None)
+    assert not caplog.records
+    warn_of_apart(layout, ["a"] * 6 + ["b"] * 2, Cluster.parse("2x6xA100-80GB"))
+    (said,) = caplog.messages
+    assert said.startswith("ranks that share layers should be on one node, got ranks 4, 5, 6, 7 on a, b; every layer")
+    assert "over the network, which takes about 12 times as long as within a node; let num_tensor divide" in said

@@ -1,11 +1,13 @@
 """Tensor ranks as threads of one process, which add up tensors where processes would."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
 from threading import Barrier
 
 import torch
 
-from omnibal.vlm.tensor import TensorGroup, share_layer
+from omnibal.vlm.layers import is_adapter
+from omnibal.vlm.tensor import TensorGroup, part_of, share_layer
 from omnibal.vlm.weights import load_layer
 
 
@@ -17,12 +19,18 @@ class Threads(TensorGroup):
         shared = Barrier(size, timeout=60), [None] * size
         return [cls(rank, size, shared) for rank in range(size)]
 
-    @torch.no_grad()
     def sum_in_place(self, tensor):
+        return self._reduced(tensor, torch.add)
+
+    def max_in_place(self, tensor):
+        return self._reduced(tensor, torch.maximum)
+
+    @torch.no_grad()
+    def _reduced(self, tensor, operation):
         barrier, given = self.group
         given[self.rank] = tensor.clone()
         barrier.wait()
-        found = sum(given[1:], given[0])
+        found = reduce(operation, given)
         barrier.wait()
         return tensor.copy_(found)
 
@@ -42,6 +50,15 @@ def on_ranks(size, work):
         return list(pool.map(of_rank, ranks))
 
 
+def slices_of(model, num_tensor, rank):
+    """By name on disk, what a tensor rank holds of each weight that is cut."""
+    found = {}
+    for index in range(len(model.records)):
+        names = model.weight_names(index)
+        found |= {names[name]: own for name, own in model.slices(index, num_tensor, rank).items()}
+    return found
+
+
 def shared_layers(model, source, ranks):
     """A rank's layers with its slices of the weights, tied ones being one module."""
     layers = []
@@ -54,3 +71,11 @@ def shared_layers(model, source, ranks):
         share_layer(model, index, layers[index], ranks)
         load_layer(model, index, layers[index], source, model.slices(index, ranks.size, ranks.rank))
     return layers
+
+
+@torch.no_grad()
+def load_adapters(layer, whole, slices):
+    """Give a rank's layer its part of a whole layer's adapters."""
+    for name, parameter in layer.named_parameters():
+        if is_adapter(name):
+            parameter.copy_(part_of(whole[name], slices[name]) if name in slices else whole[name])
