@@ -41,7 +41,7 @@ KINDS: Final[Mapping[Kind, str]] = {
     "units": "ViT and LLM on devices of their own (DistTrain)",
 }
 """From the simplest to adopt to the most complicated one."""
-RUNS_TODAY: Final[tuple[Kind, ...]] = ("zero", "rearranged", "pipeline", "units")
+RUNS_TODAY: Final[tuple[Kind, ...]] = ("zero", "rearranged", "pipeline", "tensor", "units")
 """Units run without tensor ranks alone."""
 EQUAL: Final = 0.03
 """Share by which layouts may differ and still count as equally fast: take the simplest of these."""

@@ -27,7 +27,7 @@ LayoutChoice = Literal["auto", "pipeline", "spread", "units", "zero"]
 WEIGHED: Final[Mapping[LayoutChoice, tuple[Kind, ...]]] = {
     "auto": tuple(KINDS), "spread": ("spread",), "units": ("units",), "zero": ("zero", "rearranged"),
 }  # fmt: skip
-PLANNED: Final[tuple[Kind, ...]] = ("pipeline", "units")
+PLANNED: Final[tuple[Kind, ...]] = ("pipeline", "tensor", "units")
 PAGES: Final[Mapping[Kind, str]] = {"zero": "docs/hosts.md", "rearranged": "docs/rearranging.md"}
 
 
@@ -44,13 +44,12 @@ class WeighedLayouts:
         """Weigh the kinds that a choice names on the workspace's samples."""
         check_weighable(request.cluster, request.global_batch)
         profile, lengths, section = workspace.profile, workspace.lengths, workspace.section
-        profile.check_matches(tensor_parallel=1)
         if not any(layer.kind == "head" and "vocab" in layer.sizes for layer in profile.layers):
             raise ConfigError("profile must have a head of a known vocabulary for --layout, got none; make it again")
         is_counted = not profile.versions and workspace.files is not None and section.model.path is not None
 
         def profiles(encoder: int, language: int) -> ModelProfile:
-            if choice == "units":  # a plan is asked for, and the engine runs no others
+            if choice == "units" and (encoder, language) != (1, 1):  # a plan is asked for, and the engine runs no others
                 raise ConfigError("units with tensor ranks, which do not run yet")
             if not is_counted:
                 raise ConfigError(MEASURED)
@@ -59,6 +58,9 @@ class WeighedLayouts:
                 frozen=section.model.frozen, tensor_parallel={"vision": encoder, "language": language},
             )  # fmt: skip
 
+        if is_counted and workspace.num_tensor > 1:
+            profile = profiles(1, 1)
+        profile.check_matches(tensor_parallel=1)
         scenario = Scenario(
             lengths, profile, request.cluster, request.global_batch, spares_rows=lengths.target_tokens is not None
         )
@@ -74,7 +76,7 @@ class WeighedLayouts:
     def request(self, asked: PlanRequest) -> PlanRequest | None:
         """What plans the winner; None where it cannot be planned."""
         winner = self.report.answer.winner
-        if winner is None or winner.kind not in PLANNED or not winner.runs_today or winner.step is None:
+        if winner is None or winner.step is None or _degree(winner) != self.workspace.num_tensor:
             return None
         layout = winner.step.layout
         # Of pipelines all numbers of stages are searched again; of units, those of the encoder's devices that won.
@@ -86,6 +88,12 @@ class WeighedLayouts:
         today = self.report.answer.winner_today
         if today is None:
             return ["nothing is written: none of these layouts runs today; `--layout pipeline` plans a pipeline"]
+        degree = _degree(today)
+        if degree not in (None, self.workspace.num_tensor):
+            return [
+                f'set: "num_tensor": {degree} in "pipeline" of the ds_config',
+                "nothing is written: `--layout pipeline` then plans with as many tensor ranks",
+            ]
         if today.recipe is None:
             return [f"nothing is written: the winner does not run today; `--layout {today.kind}` plans what does"]
         set_to = ", ".join(f'"{key}": {json.dumps(value)}' for key, value in self._keys(today).items())
@@ -121,6 +129,12 @@ class WeighedLayouts:
         lengths = self.scenario.lengths
         limits = propose(self.scenario.estimate(found.recipe), lengths, num_samples=len(lengths)).limits
         return {"vision_units": limits.vision_units, "llm_tokens": limits.llm_tokens}
+
+
+def _degree(found: WeighedLayout) -> int | None:
+    """Tensor ranks of a layout that `omnibal plan` can plan; None of others."""
+    is_planned = found.kind in PLANNED and found.runs_today
+    return found.step.layout.num_tensor if is_planned and found.step is not None else None
 
 
 def _present_rate(workspace: Workspace) -> float | None:

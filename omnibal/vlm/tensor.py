@@ -197,6 +197,9 @@ def share_layer(model: "VisionLanguageModel", index: int, layer: nn.Module, rank
     for name, own in slices.items():
         owner, _, last = name.rpartition(".")
         setattr(modules[owner], last, _part_of(layer.get_parameter(name), own, ranks))
+    for module in modules.values():
+        if isinstance(module, nn.Linear):  # adapters, too
+            module.out_features, module.in_features = module.weight.shape
     columns: dict[str, list[str]] = {}
     for name, cut in cuts.items():
         module = modules[name]
@@ -208,10 +211,8 @@ def share_layer(model: "VisionLanguageModel", index: int, layer: nn.Module, rank
         elif not isinstance(linear, nn.Linear):
             _share_norm(linear, ranks, model, index)
         elif cut.dim == 0:
-            linear.out_features = len(linear.weight)
             columns.setdefault(name.rpartition(".")[0], []).append(name)
         else:
-            linear.in_features = linear.weight.shape[1]
             _make_row(linear, ranks)
             _share_row_adapter(module, ranks)
     rows = [name for name, cut in cuts.items() if cut.dim == 1]
@@ -277,7 +278,6 @@ def _make_row(linear: nn.Linear, ranks: TensorGroup) -> None:
 def _share_row_adapter(module: nn.Module, ranks: TensorGroup) -> None:
     """Of an adapter beside a row layer A is cut like the layer, and B, behind the sum over the ranks, is whole."""
     for inner in getattr(module, "lora_A", {}).values():
-        inner.in_features = inner.weight.shape[1]
         _make_row(inner, ranks)
     for dropout in getattr(module, "lora_dropout", {}).values():
         if isinstance(dropout, nn.Dropout):
@@ -293,8 +293,6 @@ def _share_words(layer: nn.Module, module: nn.Module, words: tuple[int, int], ra
         module.__class__ = SharedEmbedding
         shared = cast(SharedEmbedding, module)
         shared.ranks, shared.first = ranks, first
-    else:
-        cast(nn.Linear, module).out_features = count
     if hasattr(layer, "vocabulary"):
         cast(Any, layer).vocabulary = VocabularyPart(first, count, ranks)
 

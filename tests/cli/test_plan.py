@@ -180,6 +180,19 @@ def test_where_a_pipeline_wins_it_is_planned(omnibal, ds_config, monkeypatch, tm
     assert record["plan"] == json.loads((tmp_path / "run" / "plan.json").read_text())
 
 
+def test_where_tensor_ranks_win_their_number_is_said_and_then_planned(omnibal, ds_config, monkeypatch, tmp_path):
+    monkeypatch.setitem(WEIGHED, "auto", ("tensor",))
+    config = ds_config(pipeline={"num_stages": "auto"}, packing={"samples_per_step": 16})
+    lines = omnibal("plan", config, "--layout", "auto").stdout.splitlines()
+    (said,) = (line for line in lines if line.startswith('set: "num_tensor": '))
+    assert "nothing is written: `--layout pipeline` then plans with as many tensor ranks" in lines
+    asked = ds_config(
+        pipeline={"num_stages": "auto", "num_tensor": int(said.split()[2])}, packing={"samples_per_step": 16}
+    )
+    record = json.loads(omnibal("plan", asked, "--layout", "auto", "--json").stdout)
+    assert record["plan"]["layout"]["num_tensor"] == int(said.split()[2]) > 1
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

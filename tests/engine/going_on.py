@@ -49,6 +49,16 @@ def all_at_once(precisions, unsaved, saved, others, whole, folder):
     }
 
 
+def begun_and_resumed(config):
+    """What this rank has at the end of a run, and again when it goes on from its checkpoint behind step 2."""
+    found = []
+    for resume in (False, "global_step2"):
+        engine = train(config, resume=resume)
+        loss = read_metrics(engine.resolved.section.run.files.metrics).steps[-1]["loss"]
+        found.append({"layout": str(engine.resolved.layout), "loss": loss, "weights": weights_of(engine)})
+    return found
+
+
 def whole_run(config):
     """A loop over the loader's steps, and a run of ``train`` with everything of its own that does the same."""
     engine, _, loader, _ = initialize(config=config, dataset=SmallDataset())

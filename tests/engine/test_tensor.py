@@ -1,21 +1,38 @@
 """Tensor ranks, which share each layer of a stage, compute what plain transformers computes."""
 
+import json
 import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import InternVLForConditionalGeneration
+from typer.testing import CliRunner
 
+from omnibal.cli.main import app
 from omnibal.cluster import Cluster, Encoder, Layout
+from omnibal.engine.checkpoint import export
 from omnibal.engine.grid import check_tensor_run, warn_of_apart
+from omnibal.engine.saved_files import read_manifest
 from omnibal.engine.streams import stream_loader
 from omnibal.errors import ConfigError
 from omnibal.vlm import load_model
 from omnibal.vlm.tensor import part_of
 from tests.engine.cases import run_of
+from tests.engine.demo import demo_config
 from tests.engine.launch import launch
-from tests.engine.small import Case, names_of, plain_gradients, plain_training, save_small_model, small_samples
+from tests.engine.small import (
+    Case,
+    names_of,
+    plain_gradients,
+    plain_results,
+    plain_training,
+    save_small_model,
+    small_samples,
+)
 from tests.vlm.tensor import slices_of
 
 pytestmark = pytest.mark.distributed
@@ -112,10 +129,11 @@ STEPS, CLIPPING = 3, 0.05
 SHAPES = {
     2: [((0, 10), ONE, "tied", "zero-bubble")],
     4: [((0, 7, 10), ONE, "tied", "1f1b"), ((0, 4, 10), ONE, "", "zero-bubble"), ((0, 10), TWO, "", "1f1b")],
+    8: [((0, 7, 10), TWO, "tied", "1f1b"), ((0, 4, 10), TWO, "", "zero-bubble")],
 }
 
 
-@pytest.mark.parametrize("num_processes", [*SHAPES])
+@pytest.mark.parametrize("num_processes", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_training_equals_plain_transformers(num_processes, models):
     """Losses, clipped norms and weights after three steps; in bfloat16 the first norm, of equal weights."""
     optimizer = {"type": "AdamW", "params": ADAM | {"torch_adam": True}}
@@ -169,6 +187,54 @@ def test_two_tensor_ranks_drop_what_one_rank_drops(models):
     for rank, (found,) in enumerate(launch(2, "tests.engine.cases:several_steps", [case])):
         assert found["losses"] == pytest.approx(whole["losses"], rel=1e-5)
         assert_parts(found["weights"], whole["weights"], case.model, 2, rank, "dropout", **EXACT)
+
+
+def test_before_the_first_step_an_export_is_the_model(models, tmp_path):
+    """Bit by bit; and an evaluation says of it what plain transformers says."""
+    names = ("", "tied")
+    cases = [pair((0, 10), ONE, model=str(models[name]), steps=0) for name in names]
+    by_rank = launch(2, "tests.engine.cases:evaluated_and_saved", cases, str(tmp_path))
+    for number, name in enumerate(names):
+        export(tmp_path / str(number) / "end", tmp_path / f"exported{number}")
+        exported, original = (
+            load_file(folder / "model.safetensors") for folder in (tmp_path / f"exported{number}", models[name])
+        )
+        assert exported.keys() == original.keys()
+        assert all(torch.equal(weight, original[path]) for path, weight in exported.items())
+        plain = InternVLForConditionalGeneration.from_pretrained(models[name])
+        loss, accuracy = plain_results(plain, small_samples())
+        for result in by_rank:
+            found = result[number]["evaluation"]
+            assert (found.loss, found.accuracy, found.samples) == (pytest.approx(loss, rel=1e-5), accuracy, 8)
+        assert read_manifest(tmp_path / str(number) / "end")["num_tensor"] == 2
+    layer = next((tmp_path / "0" / "end").glob("layer_02-model_01-*"))
+    layer.unlink()
+    with pytest.raises(ConfigError, match=f"{layer.name}"):
+        export(tmp_path / "0" / "end", tmp_path / "no")
+
+
+def test_a_run_is_planned_trained_resumed_and_exported(tmp_path):
+    config = demo_config(tmp_path)
+    run = config["omnibal"]["run"]
+    run.update(max_steps=4, save_every=2, keep=2, evaluate_every=0)
+    config["omnibal"] |= {
+        "pipeline": {"num_stages": 2, "num_tensor": 2},
+        "packing": {"samples_per_step": 12},
+        "cluster": "4xA100-80GB",
+    }
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(config))
+    planned = CliRunner().invoke(app, ["plan", str(file), "--write"])
+    assert planned.exit_code == 0, planned.output
+    exported = None
+    for rank, (begun, resumed) in enumerate(launch(4, "tests.engine.going_on:begun_and_resumed", str(file))):
+        assert begun["layout"] == "2 stages × 1 replica × 2 tensor ranks"
+        assert resumed["loss"] == begun["loss"]
+        exported = exported or load_file(Path(run["output"]) / "model" / "model.safetensors")
+        slices = slices_of(load_model(config["omnibal"]["model"]["path"]), 2, rank % 2)
+        for name, weight in resumed["weights"].items():
+            assert torch.equal(weight, begun["weights"][name]), name
+            assert torch.equal(weight, part_of(exported[name], slices[name]) if name in slices else exported[name])
 
 
 REFUSED = {
