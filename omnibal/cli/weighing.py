@@ -49,7 +49,8 @@ class WeighedLayouts:
         is_counted = not profile.versions and workspace.files is not None and section.model.path is not None
 
         def profiles(encoder: int, language: int) -> ModelProfile:
-            if choice == "units" and (encoder, language) != (1, 1):  # a plan is asked for, and the engine runs no others
+            # A plan of units is asked for, and the engine runs no others.
+            if choice == "units" and (encoder, language) != (1, 1):
                 raise ConfigError("units with tensor ranks, which do not run yet")
             if not is_counted:
                 raise ConfigError(MEASURED)
@@ -88,14 +89,14 @@ class WeighedLayouts:
         today = self.report.answer.winner_today
         if today is None:
             return ["nothing is written: none of these layouts runs today; `--layout pipeline` plans a pipeline"]
-        degree = _degree(today)
+        degree, choice = _degree(today), "pipeline" if today.kind == "tensor" else today.kind
         if degree not in (None, self.workspace.num_tensor):
             return [
                 f'set: "num_tensor": {degree} in "pipeline" of the ds_config',
-                "nothing is written: `--layout pipeline` then plans with as many tensor ranks",
+                f"nothing is written: `--layout {choice}` then plans with as many tensor ranks",
             ]
         if today.recipe is None:
-            return [f"nothing is written: the winner does not run today; `--layout {today.kind}` plans what does"]
+            return [f"nothing is written: the winner does not run today; `--layout {choice}` plans what does"]
         set_to = ", ".join(f'"{key}": {json.dumps(value)}' for key, value in self._keys(today).items())
         limits = self._limits(today)
         again = "on" if today.recipe.recompute == "full" else "off"
