@@ -85,7 +85,7 @@ def test_of_equally_fast_layouts_the_simplest_wins():
     assert close.winner.kind == "zero"
     far = LayoutAnswer((candidate("units", 11), candidate("pipeline", 10.9), candidate("zero", 10)), {})
     assert far.winner.kind == "pipeline"
-    assert LayoutAnswer((candidate("tensor", 11),), {"zero": 5}).winner_today is None
+    assert LayoutAnswer((candidate("spread", 11),), {"zero": 5}).winner_today is None
 
 
 def test_costs_of_one_device_leave_tensor_ranks_out():
