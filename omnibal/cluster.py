@@ -207,7 +207,7 @@ class Layout:
     @property
     def has_tensor_ranks(self) -> bool:
         """Whether devices share layers, of the encoder or of the language model."""
-        return max(self.shape(0)[1], self.num_tensor) > 1
+        return max(self.num_tensor, 1 if self.encoder is None else self.encoder.num_tensor) > 1
 
     @property
     def has_even_units(self) -> bool:

@@ -174,10 +174,12 @@ class Plan:
         return self.footprint(profile, load).stages(self.partition, self.recompute)
 
     def _check(self, profile: ModelProfile) -> None:
-        if self.layout.num_tensor != profile.num_tensor:
-            raise ConfigError(
-                f"num_tensor of layout must be the profile's {profile.num_tensor}, got {self.layout.num_tensor}"
-            )
+        encoder, language = self.layout.encoder, self.layout.num_tensor
+        own = language if encoder is None else encoder.num_tensor
+        if own != language:
+            profile.check_matches(tensor_parallel={"vision": own, "language": language})
+        elif language != profile.num_tensor:
+            raise ConfigError(f"num_tensor of layout must be the profile's {profile.num_tensor}, got {language}")
 
     def to_record(self) -> dict[str, Any]:
         """The plan as JSON values."""

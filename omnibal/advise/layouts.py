@@ -41,8 +41,8 @@ KINDS: Final[Mapping[Kind, str]] = {
     "units": "ViT and LLM on devices of their own (DistTrain)",
 }
 """From the simplest to adopt to the most complicated one."""
-RUNS_TODAY: Final[tuple[Kind, ...]] = ("zero", "rearranged", "pipeline", "tensor", "units")
-"""Units run without tensor ranks alone."""
+RUNS_TODAY: Final[tuple[Kind, ...]] = ("zero", "rearranged", "pipeline", "tensor", "spread", "units")
+"""A spread encoder and units run without tensor ranks alone."""
 EQUAL: Final = 0.03
 """Share by which layouts may differ and still count as equally fast: take the simplest of these."""
 MOST_PLACED: Final = 20
@@ -60,25 +60,25 @@ class WeighedLayout:
 
     kind: Kind
     layout: str
-    """The layout in words, with its schedule or sharding."""
+    """In words."""
     samples_per_second: float
     peak_bytes: int
     """What the fullest device holds."""
     micro_batches: int
-    """Micro-batches of a replica in a step."""
+    """Of a replica in a step."""
     shares: Mapping[str, float]
     """Shares of all devices' time by cause; they add up to 1."""
     unhidden_samples_per_second: float | None = None
-    """Samples a second if nothing were computed while ranks communicate; None where hiding is not assumed."""
+    """Samples a second if ranks computed nothing beside what they send, where hiding is an assumption."""
     step: PlacedStep | None = None
-    """The step of a kind with a pipeline; None for data parallelism."""
+    """The placed step of a kind with a pipeline; None of data parallelism."""
     recipe: Recipe | None = None
-    """The recipe of data parallelism; None for kinds with a pipeline."""
+    """The recipe of data parallelism; None of kinds with a pipeline."""
 
     @property
     def runs_today(self) -> bool:
         """Whether omnibal can train so; otherwise it can only be weighed."""
-        if self.kind == "units" and self.step is not None and self.step.layout.has_tensor_ranks:
+        if self.kind in ("spread", "units") and self.step is not None and self.step.layout.has_tensor_ranks:
             return False
         return self.kind in RUNS_TODAY
 
@@ -88,9 +88,9 @@ class LayoutAnswer:
     """The fastest layout of every kind that fits, and what the others lack."""
 
     candidates: tuple[WeighedLayout, ...]
-    """The best layout of each kind that fits, fastest first."""
+    """Fastest first, one of each kind."""
     missing_bytes: Mapping[Kind, int]
-    """Bytes that a device lacks at least, for kinds that do not fit; 0 where memory is not the reason."""
+    """What a device lacks at least, of kinds that do not fit; 0 where it is not memory that lacks."""
     refused: tuple[str, ...] = ()
     """Why some numbers of tensor ranks could not be weighed, such as one that does not divide the heads."""
 

@@ -56,16 +56,11 @@ def request_of(
 ) -> PlanRequest:
     """What the ds_config asks of a plan, but for what is given."""
     packing, pipeline = workspace.section.packing, workspace.section.pipeline
-    if pipeline.encoder == "spread":
-        raise ConfigError(
-            "omnibal.pipeline.encoder must be devices of the encoder's own or left out to plan, got 'spread'; "
-            "`--layout spread` weighs an encoder on all devices"
-        )
     layout = layout_of(workspace.config, 1, 1)
     return PlanRequest(
         cluster=workspace.cluster,
         num_stages=num_stages or (None if pipeline.num_stages == "auto" else pipeline.num_stages),
-        encoder=None if pipeline.encoder is None else pipeline.encoder.encoder,
+        encoder=pipeline.encoder_on(workspace.cluster.num_devices),
         global_batch=samples_per_step or workspace.samples_per_step or _present_samples(workspace),
         zero_stage=layout.zero_stage,
         accumulate_float32=layout.accumulate_float32,

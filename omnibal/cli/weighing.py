@@ -27,7 +27,7 @@ LayoutChoice = Literal["auto", "pipeline", "spread", "units", "zero"]
 WEIGHED: Final[Mapping[LayoutChoice, tuple[Kind, ...]]] = {
     "auto": tuple(KINDS), "spread": ("spread",), "units": ("units",), "zero": ("zero", "rearranged"),
 }  # fmt: skip
-PLANNED: Final[tuple[Kind, ...]] = ("pipeline", "tensor", "units")
+PLANNED: Final[tuple[Kind, ...]] = ("pipeline", "tensor", "spread", "units")
 PAGES: Final[Mapping[Kind, str]] = {"zero": "docs/hosts.md", "rearranged": "docs/rearranging.md"}
 
 
@@ -49,9 +49,9 @@ class WeighedLayouts:
         is_counted = not profile.versions and workspace.files is not None and section.model.path is not None
 
         def profiles(encoder: int, language: int) -> ModelProfile:
-            # A plan of units is asked for, and the engine runs no others.
-            if choice == "units" and (encoder, language) != (1, 1):
-                raise ConfigError("units with tensor ranks, which do not run yet")
+            # A plan is asked for, and the engine runs no others.
+            if choice in ("spread", "units") and (encoder, language) != (1, 1):
+                raise ConfigError(f"{choice} with tensor ranks, which do not run yet")
             if not is_counted:
                 raise ConfigError(MEASURED)
             return analytic_profile(

@@ -37,7 +37,7 @@ class PlanRequest:
     num_stages: int | None = None
     """None: any number that divides the devices."""
     encoder: Encoder | None = None
-    """Devices of the encoder's own (units), whose stages ``num_stages`` counts, too."""
+    """Devices of the encoder's own (units), whose stages ``num_stages`` counts, too; or the encoder on all devices."""
     limits: PackLimits | None = None
     """None: the limits that make the fastest step."""
     head_room: float = 0.05
@@ -73,6 +73,8 @@ class PlanRequest:
 
     def layouts(self, profile: ModelProfile) -> list[Layout]:
         """Layouts that the search considers, with rising numbers of stages and the profile's tensor ranks."""
+        if self.encoder is not None and self.encoder.placement == "spread":
+            return self._spread_layouts(self.encoder, profile)
         if self.encoder is not None:
             return self._unit_layouts(self.encoder, profile)
         num_devices, degree, num_layers = self.cluster.num_devices, profile.num_tensor, len(profile.layers)
@@ -88,6 +90,16 @@ class PlanRequest:
             self._layout(profile, count, ranks // count, num_tensor=degree)
             for count in (counts if self.num_stages is None else [self.num_stages])
         ]
+
+    def _spread_layouts(self, encoder: Encoder, profile: ModelProfile) -> list[Layout]:
+        """Layouts of the language model on all devices, each of which encodes as well."""
+        profile.check_matches(tensor_parallel=1)
+        pipelines = replace(self, encoder=None).layouts(profile)
+        most = len(profile.layers) - encoder_layers(profile.layers)
+        found = [replace(layout, encoder=encoder) for layout in pipelines if layout.num_stages <= most]
+        if not found:
+            raise ConfigError(f"stages of the language model must be at most its {most} layers, got {self.num_stages}")
+        return found
 
     def _unit_layouts(self, encoder: Encoder, profile: ModelProfile) -> list[Layout]:
         """Layouts that leave the encoder its devices, and divide all others into pipelines of the language model."""
@@ -266,8 +278,9 @@ class _Packer:
 
     def _micro_batches(self, samples_per_pack: float) -> int:
         # Several encoders share the micro-batches of one of the LLM's replicas alike.
-        encoders = 1 if self.request.encoder is None else self.request.encoder.num_replicas
-        sharing = max(encoders // self.num_replicas, 1)
+        encoder = self.request.encoder
+        has_devices = encoder is not None and encoder.placement == "own"
+        sharing = max(encoder.num_replicas // self.num_replicas, 1) if encoder is not None and has_devices else 1
         found = round(self.request.global_batch / (samples_per_pack * self.num_replicas * sharing))
         return sharing * max(1, found)
 

@@ -7,7 +7,7 @@ so that no placement wins by being searched more.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import fmean
+from math import isfinite
 
 import numpy as np
 
@@ -15,14 +15,12 @@ from omnibal.cluster import Layout
 from omnibal.errors import InfeasibleError
 from omnibal.families.base import encoder_layers
 from omnibal.memory.recompute import recompute_seconds
-from omnibal.memory.spread import SpreadFootprint
 from omnibal.pipeline.optimize import Boundaries
-from omnibal.pipeline.partition import Partition
-from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
-from omnibal.pipeline.spread import simulate_spread, split_profile
+from omnibal.pipeline.schedule import ScheduleName
 from omnibal.planner.packings import Packing, PlanRequest
-from omnibal.planner.search import StepModel, propose
-from omnibal.profile.records import LEVELS, Level, ModelProfile, every_layer
+from omnibal.planner.search import propose
+from omnibal.planner.step_model import SpreadModel, StepModel
+from omnibal.profile.records import LEVELS, Level, ModelProfile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,19 +50,7 @@ def place_pipeline(
     Raises:
         InfeasibleError: A stage does not fit with as much recomputed as possible; ``missing_bytes`` says by how much.
     """
-    model = StepModel(profile, packing, layout, request, schedule)
-    boundaries, levels, seconds = _propose(model)
-    held = model.footprint.stages(Partition(boundaries), levels)
-    return PlacedStep(
-        layout=layout,
-        schedule=schedule,
-        micro_batches=packing.micro_batches,
-        boundaries=boundaries,
-        recompute=levels,
-        step_seconds=seconds,
-        recompute_seconds=_recomputed(profile, packing, levels, layout),
-        peak_bytes=max(stage.total for stage in held),
-    )
+    return _placed(StepModel(profile, packing, layout, request, schedule))
 
 
 def place_spread(
@@ -83,53 +69,36 @@ def place_spread(
         InfeasibleError: A device does not fit what it must hold; ``missing_bytes`` says by how much.
     """
     assert layout.is_spread, "the caller spreads the encoder"
-    encoder, language = split_profile(profile)
-    (alone, pipeline), border = layout.parts, len(encoder.layers)
-    levels = profile.levels_like((*every_layer(level, border), *every_layer("full", len(language.layers))))
-    footprint = SpreadFootprint(
-        profile, packing.largest, packing.fullest_mean, SCHEDULES[schedule](layout.num_stages, packing.micro_batches),
-        layout, request.cluster.overhead_bytes,
-    )  # fmt: skip
-    budgets = request.budgets(pipeline)
-    left = tuple(budget - own for budget, own in zip(budgets, footprint.beside_bytes(levels), strict=True))
-    model = StepModel(language, packing, pipeline, request, schedule, left)
-    boundaries, own_levels, _ = _propose(model)
-    whole, partition = (*levels[:border], *own_levels), Partition((0, *(border + cut for cut in boundaries[1:])))
-    peaks = [stage.total for stage in footprint.stages(partition, whole)]
-    if (over := max(peak - budget for peak, budget in zip(peaks, budgets, strict=True))) > 0:
-        raise InfeasibleError("the spread encoder must fit beside the LLM's state", missing_bytes=over)
-    steps = [
-        simulate_spread(
-            profile, partition, loads, layout, model.links, encoder_links=request.cluster.links_of(alone),
-            recompute=whole, schedule=schedule,
-        ).step_seconds
-        for loads in packing.steps
-    ]  # fmt: skip
-    recomputed = _recomputed(language, packing, own_levels, pipeline)
-    return PlacedStep(
-        layout=layout,
-        schedule=schedule,
-        micro_batches=packing.micro_batches,
-        boundaries=partition.boundaries,
-        recompute=whole,
-        step_seconds=fmean(steps),
-        recompute_seconds=recomputed + _recomputed(encoder, packing, whole[:border], alone),
-        peak_bytes=max(peaks),
-    )
+    return _placed(SpreadModel(profile, packing, layout, request, schedule, level=level))
 
 
-def _propose(model: StepModel) -> tuple[Boundaries, tuple[Level, ...], float]:
+def _placed(model: StepModel) -> PlacedStep:
     """The closed formula's best partition, its levels, and the mean seconds of a step."""
     if (missing := model.missing[0]) > 0:
         raise InfeasibleError(f"memory must hold every stage of {model}", missing_bytes=missing)
     choice = propose(model)
-    return choice.boundaries, model.levels(choice.boundaries), choice.step_seconds
+    plan, packing = choice.plan, model.packing
+    held = plan.footprint(model.whole, packing.largest, packing.fullest_mean).stages(plan.partition, plan.recompute)
+    if not isfinite(choice.step_seconds):
+        budgets = model.request.budgets(plan.layout)
+        over = max(stage.total - budget for stage, budget in zip(held, budgets, strict=True))
+        raise InfeasibleError("the spread encoder must fit beside the LLM's state", missing_bytes=over)
+    return PlacedStep(
+        layout=plan.layout,
+        schedule=plan.schedule,
+        micro_batches=plan.micro_batches,
+        boundaries=plan.partition.boundaries,
+        recompute=plan.recompute,
+        step_seconds=choice.step_seconds,
+        recompute_seconds=_recomputed(model.whole, packing, plan.recompute, plan.layout),
+        peak_bytes=max(stage.total for stage in held),
+    )
 
 
 def _recomputed(profile: ModelProfile, packing: Packing, levels: tuple[Level, ...], layout: Layout) -> float:
     """Seconds of all devices together that all micro-batches of a mean step recompute."""
-    loads, border = packing.all_loads, encoder_layers(profile.layers) if layout.has_units else 0
+    loads, border = packing.all_loads, 0 if layout.encoder is None else encoder_layers(profile.layers)
     seconds = recompute_seconds(profile, loads)[np.arange(len(levels)), [LEVELS.index(level) for level in levels]]
-    (_, encoder), (_, language) = layout.shape(0), layout.shape(layout.num_stages - 1)
-    whole = float(seconds[:border].sum()) * encoder + float(seconds[border:].sum()) * language
+    encoder = layout.num_tensor if layout.encoder is None else layout.encoder.num_tensor
+    whole = float(seconds[:border].sum()) * encoder + float(seconds[border:].sum()) * layout.num_tensor
     return whole * loads.shape[1] * loads.shape[2]

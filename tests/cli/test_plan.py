@@ -362,6 +362,25 @@ def test_where_units_win_they_are_planned_and_entered(omnibal, ds_config, tmp_pa
     assert workspace.resolve_plan(workspace.records, layout, workspace.lengths) == plan
 
 
+@pytest.mark.parametrize("asked", ["key", "layout"])
+def test_an_encoder_on_all_devices_is_planned_and_entered(omnibal, ds_config, tmp_path, asked):
+    pipeline = {"num_stages": "auto"} | ({"encoder": "spread"} if asked == "key" else {})
+    config = ds_config(pipeline=pipeline, cluster="4xA100-80GB")
+    options = () if asked == "key" else ("--layout", "spread")
+    record = json.loads(omnibal("plan", config, *options, "--write", "--json").stdout)
+    plan = Plan.load(tmp_path / "run" / "plan.json")
+    assert plan.layout.encoder == Encoder.on_all(4) and plan.layout.num_devices == 4
+    assert plan.partition.boundaries[1] > encoder_layers(Workspace.read(config).records)
+    assert record["plan"]["predicted"]["step_seconds"] == plan.predicted.step_seconds > 0
+    if asked == "layout":
+        assert record["layouts"]["winner"] == "spread" and record["layouts"]["candidates"][0]["runs_today"]
+    workspace = Workspace.read(config)
+    layout = workspace.layout_on(4, "processes", plan.partition.num_layers)
+    assert workspace.resolve_plan(workspace.records, layout, workspace.lengths) == plan
+    simulated = json.loads(omnibal("simulate", config, "--json").stdout)
+    assert simulated["step_seconds"] > 0 and simulated["boundaries"] == list(plan.partition.boundaries)
+
+
 def test_a_batch_size_follows_on_the_ds_configs_own_cluster(omnibal, ds_config):
     config = ds_config(deepspeed={"train_batch_size": 4})
     assert "chosen: " in omnibal("plan", config, "--cluster", "2x8xA100-80GB").stdout

@@ -13,7 +13,7 @@ from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.pipeline.search import search_partition
 from omnibal.planner.packings import Packing, PlanRequest
-from omnibal.planner.search import StepModel
+from omnibal.planner.step_model import StepModel
 from tests.clusters import cluster
 from tests.memory.models import random_model
 

@@ -238,6 +238,6 @@ def test_memory_of_a_spread_encoder_is_that_of_the_largest_step():
 def test_a_spread_encoder_that_recomputes_needs_room_beside_the_llms_state():
     peak = by_hand("full")[1].peak_bytes
     assert by_hand("full", cluster=replace(HAND, memory_bytes=peak))[1].peak_bytes == peak
-    with pytest.raises(InfeasibleError, match="beside the LLM's state") as refusal:
+    with pytest.raises(InfeasibleError, match="memory must hold every stage of") as refusal:
         by_hand("full", cluster=replace(HAND, memory_bytes=peak - 5))
     assert refusal.value.missing_bytes == 5

@@ -23,7 +23,7 @@ from omnibal.errors import InfeasibleError
 from omnibal.families.base import Module
 from omnibal.memory.footprint import Footprint
 from omnibal.pipeline.partition import Partition
-from omnibal.planner.search import StepModel
+from omnibal.planner.step_model import StepModel
 from omnibal.profile.records import LayerCost, Level
 
 

@@ -16,7 +16,8 @@ from omnibal.errors import InfeasibleError
 from omnibal.pipeline.optimize import descend, model_optima
 from omnibal.planner import PlanRequest, PlanResult, make_plan
 from omnibal.planner.packings import packings
-from omnibal.planner.search import Choice, StepModel
+from omnibal.planner.search import Choice
+from omnibal.planner.step_model import StepModel
 from omnibal.profile.records import ModelProfile
 from tools.bench import table
 from tools.memory.paper_tables import profile_of

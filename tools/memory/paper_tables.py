@@ -11,7 +11,7 @@ from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import InfeasibleError
 from omnibal.pipeline.partition import Partition
 from omnibal.planner import PlanRequest, make_plan
-from omnibal.planner.search import StepModel
+from omnibal.planner.step_model import StepModel
 from omnibal.profile.records import LayerCost, Level, ModelProfile
 from tools.memory.four_steps import block_modules, count_blocks, four_steps
 from tools.partition.paper_models import (

@@ -14,7 +14,8 @@ from omnibal.engine.engine import StagePeaks
 from omnibal.pipeline.search import search_partition
 from omnibal.planner import PlanRequest
 from omnibal.planner.packings import Packing
-from omnibal.planner.search import StepModel, improve
+from omnibal.planner.search import improve
+from omnibal.planner.step_model import StepModel
 from omnibal.profile.records import ModelProfile
 from omnibal.vlm import VisionLanguageModel, load_model
 from tools.bench import table

@@ -22,7 +22,7 @@ from omnibal.pipeline.simulate import simulate_step
 from omnibal.planner import make_plan
 from omnibal.planner.packings import packings
 from omnibal.planner.prediction import Variant
-from omnibal.planner.search import StepModel
+from omnibal.planner.step_model import StepModel
 from omnibal.profile.records import Level
 
 DAY_SECONDS = 86_400
