@@ -25,7 +25,7 @@ from omnibal.families.base import LayerRecord, vision_unit_of
 from omnibal.families.cuts import check_degree
 from omnibal.pipeline.units import check_units
 from omnibal.plan import Plan
-from omnibal.profile.counted import analytic_profile
+from omnibal.profile.counted import analytic_profile, with_sums
 from omnibal.profile.records import ModelProfile
 
 if TYPE_CHECKING:
@@ -325,7 +325,7 @@ class Workspace:
         num_tensor = num_tensor or self.num_tensor
         check_degree(self.records, num_tensor)
         if self.measures:
-            made = self._measured_profile(limits or self.limits)
+            made = self._measured_profile(limits or self.limits, num_tensor)
         else:
             records, device = self.records, self.cluster.device
             made = analytic_profile(records, device, dtype=dtype, frozen=frozen, tensor_parallel=num_tensor)
@@ -334,7 +334,7 @@ class Workspace:
             made.save(self.kept.profile)
         return made
 
-    def _measured_profile(self, limits: PackLimits) -> ModelProfile:
+    def _measured_profile(self, limits: PackLimits, num_tensor: int) -> ModelProfile:
         import torch
 
         from omnibal.vlm.measure import measure_profile
@@ -345,9 +345,14 @@ class Workspace:
             warnings.simplefilter("always", MeasurementWarning)
             made = measure_profile(
                 self.model, limits, dtype=getattr(torch, dtype_of(self.config)), device=this_device(),
-                frozen=self.section.model.frozen, report=lambda name: report(f"measuring {name}"),
+                frozen=self.section.model.frozen, num_tensor=num_tensor,
+                report=lambda name: report(f"measuring {name}"),
             )  # fmt: skip
         self.warnings += [str(entry.message) for entry in caught if issubclass(entry.category, MeasurementWarning)]
+        if num_tensor > 1 and self.known_cluster is not None:
+            return with_sums(made, self.records, self.known_cluster.device)
+        if num_tensor > 1:
+            self.warnings.append("sums of tensor ranks take no time in these costs: no cluster says how fast links are")
         return made
 
     def _check_profile(self, profile: ModelProfile) -> None:

@@ -22,9 +22,9 @@ from omnibal.profile.records import Level, ModelProfile
 
 PipelineKind = Literal["pipeline", "tensor", "spread", "units"]
 DEGREES: Final = (1, 2, 4, 8)
-"""Tensor ranks that are tried, as far as a node has so many devices."""
+"""Tensor degrees that are tried, as far as their ranks lie in one node."""
 MOST_STAGES: Final = 32
-"""Stages that are tried: deeper pipelines are hardly ever run, and take longest to simulate."""
+"""Most stages that are tried: deeper pipelines are hardly ever run, and take longest to simulate."""
 LARGEST_PACK: Final = 8
 """Samples of the largest packs for which devices are allocated to units."""
 MOST_ALIKE: Final = 3
@@ -58,7 +58,7 @@ class LayoutRanking:
     """Stages that every pipeline has; None: any number. Those of units count the encoder's."""
     _counts: dict[tuple[int, int], tuple[PartCounts, PartCounts]] = field(default_factory=dict)
     refused: dict[tuple[int, int], str] = field(default_factory=dict)
-    """Why tensor degrees of encoder and LLM cannot be, as far as they were tried."""
+    """Why the tensor degrees (encoder, LLM) that were tried in vain cannot be."""
     _profiles: dict[tuple[int, int], ModelProfile] = field(default_factory=dict)
 
     def rank(self, kind: PipelineKind, missing: list[int]) -> list[RankedLayout]:
@@ -87,7 +87,7 @@ class LayoutRanking:
         return [found for turn in zip_longest(*by_degree.values()) for found in turn if found is not None]
 
     def layouts_of(self, kind: PipelineKind) -> Iterator[tuple[Layout, int, Level]]:
-        """Layouts on all devices of a kind but units, micro-batches, and what a spread encoder recomputes."""
+        """Every layout of a kind other than units, with micro-batches and what a spread encoder recomputes."""
         for layout, level in self._whole_layouts(kind):
             yield from ((layout, micro_batches, level) for micro_batches in self.micro_batches(layout))
 
@@ -106,7 +106,7 @@ class LayoutRanking:
                     yield from ((spread, level) for level in LEVELS_TRIED)
 
     def _pipelines(self, degree: int, most_stages: int) -> Iterator[Layout]:
-        """All numbers of stages that divide the devices."""
+        """Pipelines on all devices, of every number of stages that divides them."""
         ranks, left = divmod(self._cluster.num_devices, degree)
         # One stage on one device is no pipeline but data parallelism, which is weighed as ZeRO.
         for stages in range(2 if degree == 1 else 1, min(ranks, most_stages, MOST_STAGES) + 1):

@@ -60,20 +60,20 @@ class WeighedLayout:
 
     kind: Kind
     layout: str
-    """In words."""
+    """The layout in words, with its schedule or sharding."""
     samples_per_second: float
     peak_bytes: int
     """What the fullest device holds."""
     micro_batches: int
-    """Of a replica in a step."""
+    """Micro-batches of a replica in a step."""
     shares: Mapping[str, float]
     """Shares of all devices' time by cause; they add up to 1."""
     unhidden_samples_per_second: float | None = None
-    """Samples a second if ranks computed nothing beside what they send, where hiding is an assumption."""
+    """Samples a second if nothing were computed while ranks communicate; None where hiding is not assumed."""
     step: PlacedStep | None = None
-    """The placed step of a kind with a pipeline; None of data parallelism."""
+    """The step of a kind with a pipeline; None for data parallelism."""
     recipe: Recipe | None = None
-    """The recipe of data parallelism; None of kinds with a pipeline."""
+    """The recipe of data parallelism; None for kinds with a pipeline."""
 
     @property
     def runs_today(self) -> bool:
@@ -88,9 +88,9 @@ class LayoutAnswer:
     """The fastest layout of every kind that fits, and what the others lack."""
 
     candidates: tuple[WeighedLayout, ...]
-    """Fastest first, one of each kind."""
+    """The best layout of each kind that fits, fastest first."""
     missing_bytes: Mapping[Kind, int]
-    """What a device lacks at least, of kinds that do not fit; 0 where it is not memory that lacks."""
+    """Bytes that a device lacks at least, for kinds that do not fit; 0 where memory is not the reason."""
     refused: tuple[str, ...] = ()
     """Why some numbers of tensor ranks could not be weighed, such as one that does not divide the heads."""
 

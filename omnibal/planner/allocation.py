@@ -77,9 +77,9 @@ class Allocation:
     """Devices for every module, and the step that they are predicted to make."""
 
     units: Mapping[str, ParallelismUnit]
-    """By module, in the order of data."""
+    """Devices by module, in the order of data."""
     micro_batches: int
-    """Of a step: global batch / replicas of the backbone."""
+    """Micro-batches of a step: global batch / replicas of the backbone."""
     warm_up_seconds: float
     steady_seconds: float
 

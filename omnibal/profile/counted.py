@@ -67,6 +67,44 @@ def analytic_profile(
     return ModelProfile(tuple(layers), device=device.name, dtype=dtype, tensor_parallel=degrees, frozen=parts)
 
 
+def with_sums(measured: ModelProfile, records: Sequence[LayerRecord], device: Device) -> ModelProfile:
+    """Add to costs that one of several tensor ranks was measured to have what it waits for sums, counted for a device.
+
+    Args:
+        measured: Costs of the first rank's part of each layer.
+        records: The model's layers.
+        device: What the ranks run on; only its link counts.
+    """
+    counted = [
+        analytic_profile(
+            records, replace(device, link_bytes_per_second=factor * device.link_bytes_per_second),
+            dtype=measured.dtype, tensor_parallel=measured.tensor_parallel, frozen=measured.frozen_parts,
+        ).layers
+        for factor in (1, 2)
+    ]  # fmt: skip
+    return replace(measured, layers=tuple(map(_with_sums, measured.layers, *counted)))
+
+
+def _with_sums(layer: LayerCost, counted: LayerCost, faster: LayerCost) -> LayerCost:
+    def sums(of: Callable[[LayerCost], CostModel]) -> CostModel:
+        # Sums take a / link seconds, and all else does not depend on the link: a / link = 2 (a / link - a / (2 link)).
+        one, other = of(counted), of(faster)
+        return CostModel(**{
+            size.name: max(2 * (getattr(one, size.name) - getattr(other, size.name)), 0.0) for size in fields(one)
+        })  # fmt: skip
+
+    again = sums(lambda cost: cost.recompute_seconds["full"])
+    return replace(
+        layer,
+        forward_seconds=layer.forward_seconds + sums(lambda cost: cost.forward_seconds),
+        backward_seconds=layer.backward_seconds + sums(lambda cost: cost.backward_seconds),
+        # A selective pass may spare some of the sums.
+        recompute_seconds={
+            level: seconds if level == "none" else seconds + again for level, seconds in layer.recompute_seconds.items()
+        },
+    )
+
+
 # Layers that every tensor rank has and computes as a whole.
 _NOT_SPLIT = ("patch_embedding", "final_norm")
 

@@ -17,7 +17,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.families.base import LayerRecord, check_frozen
 from omnibal.formats.collate import IGNORED, pack_samples
 from omnibal.loss import targets_of
-from omnibal.profile.records import LEVELS, LayerCost, Level, ModelProfile
+from omnibal.profile.records import LEVELS, LayerCost, Level, ModelProfile, degrees_of
 from omnibal.vlm.backward import DeferringLinear, WeightGradients, defer_linears, run_layer
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.passes import (
@@ -29,6 +29,7 @@ from omnibal.vlm.passes import (
     time_passes,
 )
 from omnibal.vlm.payload import Payload, SentTensors
+from omnibal.vlm.tensor import TensorGroup, share_layer
 
 # Differences between repetitions, as a share of the median, above which a profile comes with a warning.
 MAX_SPREAD = 0.1
@@ -44,6 +45,7 @@ def measure_profile(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     frozen: Collection[str] = (),
+    num_tensor: int = 1,
     max_spread: float = MAX_SPREAD,
     seed: int = 0,
     report: Callable[[str], object] = lambda name: None,
@@ -51,13 +53,14 @@ def measure_profile(
     """Measure on this machine what the layers of a model cost, for packs of up to ``limits``.
 
     Repetitions, or layers of one kind, that differ by more than ``max_spread`` give a MeasurementWarning; ``report`` is
-    called with the name of each layer before it is measured.
+    called with the name of each layer before it is measured. Of ``num_tensor`` ranks that share layers the first one's
+    part is measured, without what it waits for the others.
     """
     # Of layers of one kind and size the first is measured, and the last is compared with it. A time is the median of 5
     # passes after 2 warm-up passes; costs are fitted to the times. The backward passes to the inputs and to the weights
     # are measured apart, as a zero-bubble schedule runs them. The last layer's times contain the loss.
     parts = check_frozen(model.records, frozen)
-    bench = _Bench(model, made_packs(model, limits), dtype, torch.device(device), frozen, seed)
+    bench = _Bench(model, made_packs(model, limits), dtype, torch.device(device), frozen, seed, num_tensor)
     measured = bench.measure_all(report)
     for message in _warnings(bench, measured, max_spread):
         warnings.warn(message, MeasurementWarning, stacklevel=2)
@@ -66,6 +69,7 @@ def measure_profile(
         tuple(costs),
         device=device_name(bench.device),
         dtype=str(dtype).removeprefix("torch."),
+        tensor_parallel=degrees_of(num_tensor),
         versions=measured_versions(),
         frozen=parts,
     )
@@ -74,6 +78,16 @@ def measure_profile(
 def measured_versions() -> dict[str, str]:
     """The software that measured times depend on, for ``ModelProfile.check_matches``."""
     return {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+class _FirstRank(TensorGroup):
+    """The first of some tensor ranks by itself: sums are its own part."""
+
+    def sum_in_place(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def max_in_place(self, tensor: Tensor) -> Tensor:
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -93,6 +107,7 @@ class _Bench:
     device: torch.device
     frozen: Collection[str]
     seed: int
+    num_tensor: int
 
     def measure_all(self, report: Callable[[str], object]) -> dict[str, _LayerGroup]:
         """Measure the first layer of each group, on what the layers before it put out."""
@@ -123,6 +138,7 @@ class _Bench:
     def _build(self, index: int) -> nn.Module:
         # As the engine freezes it: parameters without a gradient cost no pass to the weights.
         layer = self.model.build_layer(index, seed=self.seed, dtype=self.dtype, device=self.device)
+        share_layer(self.model, index, layer, _FirstRank(0, self.num_tensor))
         record, names = self.model.records[index], self.model.weight_names(index)
         for name, parameter in layer.named_parameters():
             if record.freezes(names[name], self.frozen):

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from omnibal.advise import estimate
 from omnibal.advise.estimate import Scenario
 from omnibal.advise.layout_ranking import LayoutRanking
 from omnibal.advise.layouts import EQUAL, KINDS, LayoutAnswer, WeighedLayout, Weighing, weigh_layouts
@@ -13,6 +14,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError
 from omnibal.profile.counted import analytic_profile
+from tools.layouts.brute_force import Setting, compare
 
 MIX = tiled_lengths(4000, seed=1)
 
@@ -166,6 +168,13 @@ def test_few_micro_batches_do_not_hide_a_pipeline_whose_bubble_is_filled():
     placed = [step for ranked in ranking.rank("pipeline", []) for step in weighing.placed(ranked, [])]
     fastest, _ = weighing.tried("pipeline", [])[0]
     assert fastest.step_seconds == min(step.step_seconds for step in placed)
+
+
+@pytest.mark.parametrize(("seed", "kinds"), [(36, ("pipeline", "tensor", "spread")), (104, ("units",))])
+def test_the_ranking_misses_little_of_what_all_layouts_would_do(seed, kinds, monkeypatch):
+    monkeypatch.setattr(estimate, "LEAST_SAMPLES", 64)
+    lost = compare(Setting.drawn(seed), kinds)
+    assert set(lost) == set(kinds) and max(lost.values()) <= 0.02, lost
 
 
 def test_text_alone_leaves_nothing_to_units():

@@ -148,10 +148,16 @@ def test_a_ds_configs_layers_are_measured_at_its_limits(omnibal, ds_config, tmp_
     seen = []
 
     def measure(model, limits, **options):
-        seen.append((limits, options["dtype"], options["frozen"]))
-        return analytic_profile(model.records, DEVICES["A100-80GB"], dtype="float32")
+        degree = options["num_tensor"]
+        seen.append((limits, options["dtype"], options["frozen"], degree))
+        return analytic_profile(model.records, DEVICES["A100-80GB"], dtype="float32", tensor_parallel=degree)
 
     monkeypatch.setattr(measure_module, "measure_profile", measure)
     omnibal("profile", ds_config(), "--measure")
     omnibal("profile", ds_config(), "--measure", "--limits", "3,99")
-    assert seen == [(PackLimits(12, 256), torch.float32, []), (PackLimits(3, 99), torch.float32, [])]
+    omnibal("profile", ds_config(pipeline={"num_tensor": 2}), "--measure")
+    limits = PackLimits(12, 256)
+    assert seen == [
+        (most, torch.float32, [], degree) for most, degree in ((limits, 1), (PackLimits(3, 99), 1), (limits, 2))
+    ]
+    assert ModelProfile.load(tmp_path / "run" / "profile.json").num_tensor == 2

@@ -16,7 +16,7 @@ from omnibal.errors import ConfigError
 from omnibal.families import layer_records as records_of
 from omnibal.families.base import LayerRecord, trained_by_module
 from omnibal.families.internvl import layer_records
-from omnibal.profile.counted import analytic_profile
+from omnibal.profile.counted import analytic_profile, with_sums
 from omnibal.profile.records import ModelProfile
 from omnibal.vlm import load_model
 from omnibal.vlm.measure import made_packs
@@ -204,6 +204,19 @@ def test_tensor_parallelism_divides_products_and_adds_what_ranks_sum():
         for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "optimizer_seconds"):
             assert getattr(layer, name) == pytest.approx(getattr(one[kind], name) * share)
         assert layer.output_bytes == one[kind].output_bytes
+
+
+def test_measured_costs_get_the_sums_that_are_counted():
+    slow, fast = (
+        analytic_profile(RECORDS, replace(COUNTER, link_bytes_per_second=link), tensor_parallel=2) for link in (1, 1e30)
+    )
+    found = with_sums(replace(fast, device="here", versions={"torch": "2"}), RECORDS, COUNTER)
+    assert (found.device, found.num_tensor) == ("here", 2)
+    for layer, expected in zip(found.layers, slow.layers, strict=True):
+        for name in ("forward_seconds", "backward_seconds", "weight_seconds"):
+            assert getattr(layer, name)(LOAD) == pytest.approx(getattr(expected, name)(LOAD))
+        assert layer.recompute_seconds["full"](LOAD) == pytest.approx(expected.recompute_seconds["full"](LOAD))
+        assert layer.recompute_seconds["none"] == CostModel()
 
 
 def test_tensor_ranks_keep_norms_and_inputs_of_layers_whole_unless_they_share_tokens():

@@ -170,6 +170,17 @@ def test_parameters_in_bytes(profile, frozen_profile):
             assert (half.gradient_bytes, half.optimizer_bytes) == (2 * trained, 12 * trained)
 
 
+def test_the_first_of_two_tensor_ranks_has_its_part_of_each_layer(profile):
+    shared = quick_profile(num_tensor=2)
+    assert shared.num_tensor == 2
+    for index, (part, whole) in enumerate(zip(shared.layers, profile.layers, strict=True)):
+        slices, state = MODEL.slices(index, 2, 0), build_layers(MODEL)[index].state_dict()
+        spared = sum(state[name].numel() * (1 - own.width / state[name].shape[own.dim]) for name, own in slices.items())
+        assert whole.parameter_bytes - part.parameter_bytes == 4 * round(spared)
+        assert part.output_bytes == whole.output_bytes
+        assert (part.gradient_bytes < whole.gradient_bytes) == bool(slices)
+
+
 def test_frozen_layers_run_backward_to_their_inputs_only(profile, frozen_profile):
     load = MadePack(3, (40,)).load
     for layer, trained in zip(frozen_profile.layers, profile.layers, strict=True):
