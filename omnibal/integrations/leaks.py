@@ -361,10 +361,10 @@ class _ModuleTensors:
 
         def before(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             calls[name] += 1
-            return _mapped((args, kwargs), partial(_looked_at, look, name, calls[name], True))
+            return mapped((args, kwargs), partial(_looked_at, look, name, calls[name], True))
 
         def behind(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            return _mapped(output, partial(_looked_at, look, name, calls[name], False))
+            return mapped(output, partial(_looked_at, look, name, calls[name], False))
 
         modules = dict(self.model.named_modules())
         sorting = tuple(f"{name}." for name, module in modules.items() if SORTED in type(module).__name__.lower())
@@ -388,12 +388,12 @@ def _looked_at(look: Look, name: str, call: int, goes_in: bool, path: tuple[Any,
     return look((name, call, goes_in, path), tensor) if tensor.is_floating_point() else tensor
 
 
-def _mapped(value: Any, change: Callable[[tuple[Any, ...], Tensor], Tensor], path: tuple[Any, ...] = ()) -> Any:
+def mapped(value: Any, change: Callable[[tuple[Any, ...], Tensor], Tensor], path: tuple[Any, ...] = ()) -> Any:
     """Arguments or outputs with their tensors changed; what holds no other tensor stays the same object."""
     if isinstance(value, Tensor):
         return change(path, value)
     if isinstance(value, Mapping):
-        items = {key: _mapped(each, change, (*path, key)) for key, each in value.items()}
+        items = {key: mapped(each, change, (*path, key)) for key, each in value.items()}
         if all(items[key] is value[key] for key in items):
             return value
         changed = copy.copy(value)  # transformers' ModelOutput among them
@@ -401,7 +401,7 @@ def _mapped(value: Any, change: Callable[[tuple[Any, ...], Tensor], Tensor], pat
             changed[key] = each  # type: ignore[index]
         return changed
     if type(value) in (tuple, list):
-        found = [_mapped(each, change, (*path, place)) for place, each in enumerate(value)]
+        found = [mapped(each, change, (*path, place)) for place, each in enumerate(value)]
         same = all(one is other for one, other in zip(found, value, strict=True))
         return value if same else type(value)(found)
     return value

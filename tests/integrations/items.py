@@ -12,9 +12,9 @@ from tests.vlm.families import IMAGE_TOKEN, family_samples
 
 TILED = ("idefics3", "smolvlm")
 """Families that pack, and that a pipeline does not know."""
-UNPACKED = ("gemma3", "paligemma", "qwen3_5")
+UNPACKED = ("gemma3", "paligemma")
 """Families whose attention cannot be packed."""
-FOREIGN = ("aya_vision", "glm4v", "lfm2_vl", "mistral3")
+FOREIGN = ("lfm2_vl", "mistral3")
 """Families that nobody but ``test_rearranging`` has tried, on padded rows."""
 PADDED = ("llava_next", "llava_onevision")
 TILE, TOKENS_PER_TILE = 16, 4
