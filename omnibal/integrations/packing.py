@@ -25,6 +25,8 @@ Collator = Callable[[list[Any]], Mapping[str, Any]]
 
 ONE_ROW: Final = ("internvl", "llava", "llava_next", "llava_onevision", "idefics3", "smolvlm", "aya_vision")
 FOUR_ROWS: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v")
+STATEFUL: Final = ("qwen3_5",)
+"""Families with layers that carry a state along a row: `check_packed` lets them run sample by sample."""
 FAMILIES: Final[Mapping[str, bool]] = MappingProxyType(dict.fromkeys(ONE_ROW, False) | dict.fromkeys(FOUR_ROWS, True))
 """Model types that pack, and whether their positions have three rows (time, height, width) beside the text's."""
 PER_TOKEN: Final = ("input_ids", "labels", "mm_token_type_ids")

@@ -24,7 +24,7 @@ from omnibal.dispatch.step_plan import StepPlan
 from omnibal.errors import ConfigError
 from omnibal.formats.collate import IGNORED
 from omnibal.integrations.losses import loss_per_target
-from omnibal.integrations.packing import as_one_row
+from omnibal.integrations.packing import STATEFUL, as_one_row, check_packed, two_texts
 from omnibal.ranks import Meeting, failures_reach_all_ranks
 
 Sample = Mapping[str, Tensor]
@@ -115,6 +115,9 @@ class RearrangedModel(nn.Module):
         super().__init__()
         self.model = model
         self._phases = Phases(model, model, group, blank)
+        config: Any = model.config
+        if config.model_type in STATEFUL:
+            check_packed(model, *two_texts(config))  # makes layers run sample by sample
 
     def forward(self, drawn: Drawn) -> Tensor:
         """This rank's part of the loss, () times the number of ranks: frameworks average gradients over ranks.

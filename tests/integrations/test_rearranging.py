@@ -44,8 +44,6 @@ BLANKS = {
         "pixel_attention_mask": torch.ones(1, 4).long(),
     }
 }
-TOLERANCES = {"qwen3_5": {"rtol": 1e-2, "atol": 1e-4}}
-"""Its linear attention works in pieces of a padded row: other rows, other rounding."""
 ON_DEVICES = {"rtol": 1e-3, "atol": 1e-5}
 # Rank 1 draws texts alone; the last micro-batch leaves rank 0 without any.
 DRAWN = [[[0, 2, 5], [1, 6]], [[4, 7], [9]], [[10, 8], []]]
@@ -496,7 +494,7 @@ def check(families, hosts, num_ranks=2, *, function="work", accelerator="cpu"):
         drawn = [items[sample] for of_ranks in DRAWN for samples in of_ranks[:num_ranks] for sample in samples]
         loss = plain_backward(plain, drawn)[0] if family in FAMILIES else collated_backward(plain, drawn, family)
         expected = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
-        tolerance = TOLERANCES.get(family, EXACT) if accelerator == "cpu" else ON_DEVICES
+        tolerance = EXACT if accelerator == "cpu" else ON_DEVICES
         for found_loss, found, _ in (of_families[family] for of_families, _ in results):
             assert float(found_loss) == pytest.approx(float(loss), rel=1e-5), family
             assert found.keys() == expected.keys()
