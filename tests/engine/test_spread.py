@@ -1,5 +1,6 @@
 """An encoder on all ranks computes what plain transformers computes, whatever pipeline its features enter."""
 
+import json
 import re
 from dataclasses import replace
 from functools import partial
@@ -7,14 +8,19 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+from typer.testing import CliRunner
 
+from omnibal.cli.main import app
 from omnibal.cluster import Encoder
 from omnibal.engine.checkpoint import export
 from omnibal.engine.spread import check_spread_run
 from omnibal.errors import ConfigError
+from omnibal.plan import Plan
 from omnibal.vlm import load_model
 from tests.engine import test_families as families
 from tests.engine.cases import changed, run_of, settings
+from tests.engine.demo import demo_config
 from tests.engine.launch import launch
 from tests.engine.small import Case, names_of, plain_gradients, plain_training, save_small_model, small_samples
 from tests.engine.test_units import (
@@ -210,6 +216,27 @@ def test_a_key_of_the_ds_config_spreads_the_encoder_of_a_run_on_a_dataset(model,
         assert {name for name in weights if "vision" in name} < result["apart"]["weights"].keys()
         for name, weight in result["apart"]["weights"].items():
             torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5, msg=name)
+
+
+def test_a_plan_is_made_entered_trained_resumed_and_exported(tmp_path):
+    config = demo_config(tmp_path)
+    config = changed(config, "pipeline", encoder="spread") | {"bf16": {"enabled": True}}
+    config = changed(config, "run", epochs=1, max_steps=3, save_every=2, keep=3, evaluate_every=0)
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(config))
+    done = CliRunner().invoke(app, ["plan", str(file), "--cluster", "2xA100-80GB", "--num-stages", "2", "--write"])
+    assert done.exit_code == 0, done.output
+    plan = Plan.load(tmp_path / "run" / "plan.json")
+    by_rank = launch(2, "tests.engine.going_on:begun_and_resumed", str(file))
+    for whole, again in by_rank:
+        assert whole["layout"] == again["layout"] == str(plan.layout) == "2 stages × 1 replica, encoder on all"
+        assert whole["loss"] == again["loss"]
+        assert whole["weights"].keys() == again["weights"].keys()
+        assert all(torch.equal(weight, again["weights"][name]) for name, weight in whole["weights"].items())
+    exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "model", dtype="auto").state_dict()
+    named = {load_model(tmp_path / "run" / "model").disk_name(name): weight for name, weight in exported.items()}
+    for weights in (again["weights"] for _, again in by_rank):
+        assert all(torch.equal(named[name], weight) for name, weight in weights.items())
 
 
 REFUSED = {
