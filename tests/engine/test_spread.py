@@ -171,6 +171,19 @@ def test_every_kind_of_encoder_trains_as_plain_transformers(tmp_path):
                 torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5, msg=f"{name} in {case}")
 
 
+def test_one_stage_computes_what_rearranged_samples_do(tmp_path):
+    family, packs = "qwen2_5_vl", [[[0, 1], [4]], [[2, 6], [3, 5]]]
+    plain_family_model(small_config(family)).save_pretrained(tmp_path)
+    whole = (0, len(load_model(tmp_path).records))
+    case = spread(whole, packs, model=str(tmp_path), zero_stage=1, recompute=("none",))
+    for apart, rearranged in launch(2, "tests.engine.cases:spread_and_rearranged", case, family):
+        assert apart["loss"] == pytest.approx(rearranged["loss"], rel=1e-6)
+        assert apart["gradients"].keys() == rearranged["gradients"].keys()
+        assert max(gradient.abs().max() for gradient in rearranged["gradients"].values()) > 0.1
+        for name, gradient in apart["gradients"].items():  # but for the order of sums
+            torch.testing.assert_close(gradient, rearranged["gradients"][name], rtol=0, atol=1e-6, msg=name)
+
+
 def test_all_ranks_share_the_optimizer_state_of_the_encoder(model):
     cases = [replace(case, model=str(model)) for case in SHARED]
     records = load_model(model).records
