@@ -12,7 +12,6 @@ from time import sleep
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForImageTextToText
 
 from omnibal.config import layout_of, read_config
 from omnibal.cost import Load
@@ -25,17 +24,12 @@ from omnibal.engine.resolve import ResolvedRun, UserOptimizer
 from omnibal.engine.saved_files import MANIFEST, SavedFile, read_manifest, write_manifest
 from omnibal.errors import DataError, OmnibalError
 from omnibal.feeds.feed import Step
-from omnibal.integrations.packing import PackCollator, positions_of
-from omnibal.integrations.rearranging import RearrangedModel
-from omnibal.integrations.rearranging_loader import RearrangingLoader
 from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan, Prediction, StagePrediction
 from omnibal.vlm import load_model
 from tests.engine.deep import DeepModel
 from tests.engine.small import IMAGE_TOKEN, small_samples
-from tests.integrations.items import Collate
-from tests.vlm.families import IMAGE_TOKEN as FAMILY_IMAGE_TOKEN
 from tests.vlm.families import family_samples, pack_of
 from tests.vlm.test_weights import Payload
 
@@ -139,29 +133,6 @@ def _first_step(case):
     engine = engine_of(replace(case, own=own))
     loss = engine.train_batch().item()
     return {"loss": loss, "gradients": captured, "samples": engine.global_samples}
-
-
-def spread_and_rearranged(case, family):
-    """Loss and gradients of a case's first step, and of the same packs under `RearrangedModel`, by names on disk."""
-    spread, samples = _first_step(case), family_samples(family)
-    model = AutoModelForImageTextToText.from_pretrained(case.model, attn_implementation="sdpa", dtype=torch.float32)
-    batches = [[samples[index] for index in pack] for pack in case.packs[dist.get_rank()]]
-    collator = PackCollator(Collate(family), positions_of(model.config, packed=True))
-    loader = RearrangingLoader(
-        batches, collator, image_token_id=FAMILY_IMAGE_TOKEN, prints=False, micro_batches=len(batches)
-    )  # fmt: skip
-    rearranged = RearrangedModel(model)
-    loss = sum(rearranged(drawn) for drawn in loader)
-    loss.backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    for value in (loss := loss.detach(), *found.values()):
-        dist.all_reduce(value)
-        value.div_(dist.get_world_size())
-    named = load_model(case.model)
-    return spread, {
-        "loss": loss.item(),
-        "gradients": {named.disk_name(name): gradient for name, gradient in found.items()},
-    }
 
 
 def several_steps(cases):

@@ -176,7 +176,7 @@ def test_one_stage_computes_what_rearranged_samples_do(tmp_path):
     plain_family_model(small_config(family)).save_pretrained(tmp_path)
     whole = (0, len(load_model(tmp_path).records))
     case = spread(whole, packs, model=str(tmp_path), zero_stage=1, recompute=("none",))
-    for apart, rearranged in launch(2, "tests.engine.cases:spread_and_rearranged", case, family):
+    for apart, rearranged in launch(2, "tests.engine.rearranged:spread_and_rearranged", case, family):
         assert apart["loss"] == pytest.approx(rearranged["loss"], rel=1e-6)
         assert apart["gradients"].keys() == rearranged["gradients"].keys()
         assert max(gradient.abs().max() for gradient in rearranged["gradients"].values()) > 0.1
