@@ -21,7 +21,8 @@ from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
 from omnibal.pipeline.simulate import StepSimulation, simulate_step
 from omnibal.pipeline.spread import simulate_spread
-from omnibal.pipeline.units import UnitSimulation, schedule_of, simulate_units
+from omnibal.pipeline.times import StepTimes, step_times
+from omnibal.pipeline.units import UnitSimulation, schedule_of, simulate_units, unit_times
 from omnibal.profile.records import MOST_LAYERS, Level, ModelProfile, check_levels, levels_from_words, levels_in_words
 from omnibal.records import Record, read_record
 
@@ -154,6 +155,16 @@ class Plan:
         return simulate_step(
             profile, self.partition, loads, self.links, zero_stage=self.layout.zero_stage, recompute=self.recompute,
             schedule=self.make_schedule(),
+        )  # fmt: skip
+
+    def times(self, profile: ModelProfile, loads: Iterable[Load], recompute: Sequence[Level]) -> StepTimes:
+        """Seconds of every layer in one step at other recompute levels, as `simulate` counts them."""
+        if not self.layout.has_units:
+            return step_times(profile, loads, self.links, zero_stage=self.layout.zero_stage, recompute=recompute)
+        border = self.partition.boundaries[self.layout.encoder_stages]
+        return unit_times(
+            profile, loads, self.layout, border, self.links, recompute=recompute,
+            encoder_links=self.known_cluster.links_of(self.layout, of_encoder=True),
         )  # fmt: skip
 
     def footprint(self, profile: ModelProfile, load: Load, mean: Load | None = None) -> Footprint | SpreadFootprint:

@@ -26,13 +26,14 @@ from omnibal.cli.options import (
 from omnibal.cli.planning import plan_of, present_plan, real_packs
 from omnibal.cost import Load
 from omnibal.pipeline.simulate import StepSimulation
+from omnibal.pipeline.units import UnitSimulation
 from omnibal.report.stages import plot_timeline
 from omnibal.report.style import GIB, Column, duration, scaled, table_of
 
 if TYPE_CHECKING:
     from omnibal.emulator.run import Emulation, EmulationTask  # needs torch
 
-
+Steps = Sequence[StepSimulation | UnitSimulation]
 STAGE: Final = (
     "busy_seconds", "predicted_busy_seconds", "idle_ratio", "predicted_idle_ratio", "peak_bytes",
     "predicted_peak_bytes", "budget_bytes",
@@ -157,17 +158,17 @@ def _figures(task: EmulationTask, emulation: Emulation, memory: Sequence[int]) -
     }
 
 
-def _busy(steps: Sequence[StepSimulation]) -> list[float]:
-    busy = np.mean([replica.busy_seconds for step in steps for replica in step.replicas], axis=0)
+def _busy(steps: Steps) -> list[float]:
+    busy = np.mean([replica.stage_busy_seconds for step in steps for replica in step.replicas], axis=0)
     return [float(seconds) for seconds in busy]
 
 
-def _idle(steps: Sequence[StepSimulation]) -> list[float]:
-    shares = [replica.busy_seconds / step.pipeline_seconds for step in steps for replica in step.replicas]
+def _idle(steps: Steps) -> list[float]:
+    shares = [replica.stage_busy_seconds / step.pipeline_seconds for step in steps for replica in step.replicas]
     return [float(1 - share) for share in np.mean(shares, axis=0)]
 
 
-def _waiting(steps: Sequence[StepSimulation]) -> list[float]:
+def _waiting(steps: Steps) -> list[float]:
     by_replica = zip(*(step.replicas for step in steps), strict=True)
     return [
         fmean(1 - run.makespan_seconds / step.pipeline_seconds for run, step in zip(runs, steps, strict=True))

@@ -19,7 +19,7 @@ from omnibal.cost import FloatArray, Load
 from omnibal.emulator.run import EmulationTask, Entry, StepLog
 from omnibal.errors import InfeasibleError, bytes_in_words
 from omnibal.pipeline.schedule import Operation
-from omnibal.pipeline.times import step_times
+from omnibal.pipeline.units import numbered
 from omnibal.profile.records import Level, every_layer
 
 # A device's bytes: fixed ones through the step; kept ones of a micro-batch from its forward to its backward pass;
@@ -56,36 +56,40 @@ class StageWork:
 class Clocks(NamedTuple):
     """Times of the wall clock that all devices of a cluster read and write."""
 
-    # When a tensor that is sent beside the computations arrives, by receiver: (directions, stages, replicas,
-    # micro-batches). Its sender writes it before the tensor itself, so that a receiver always finds it.
+    # When a tensor that is sent beside the computations arrives, by receiver: (directions, stages, micro-batches of the
+    # step by their numbers). Its sender writes it before the tensor itself, so that a receiver always finds it.
     arrivals: FloatArray
     complete: FloatArray  # when the last gradient of each layer is complete: (replicas, layers)
 
     @classmethod
     def of(cls, task: EmulationTask) -> "Clocks":
         """Zeros in memory that forked processes share."""
-        stages, replicas, micro_batches = task.plan.num_stages, task.plan.layout.num_replicas, task.plan.micro_batches
-        shapes = (2, stages, replicas, micro_batches), (replicas, len(task.profile.layers))
+        stages, layout = task.plan.num_stages, task.plan.layout
+        replicas = max(layout.shape(0)[0], layout.num_replicas)
+        numbers = task.plan.micro_batches * layout.num_replicas
+        shapes = (2, stages, numbers), (replicas, len(task.profile.layers))
         return cls(*(np.frombuffer(mmap(-1, 8 * prod(shape)), dtype=np.float64).reshape(shape) for shape in shapes))
 
 
 def stage_work(task: EmulationTask, step: int, stage: int, replica: int) -> StageWork:
     """The work of one device in a step; as in the engine, a micro-batch above the plan's limits recomputes all."""
     loads, layers = task.steps[step], task.plan.partition.layers(stage)
-    own, first, last = loads[replica], layers.start, layers.stop
-    exceeds = _exceeds(task, own)
-    planned, full = (
-        step_times(task.profile, loads, task.plan.links, zero_stage=task.plan.layout.zero_stage, recompute=levels)
-        for levels in _levels(task)
-    )
+    first, last = layers.start, layers.stop
+    # Replicas of the stage take the step's micro-batches in turns, by their numbers.
+    own = slice(replica, None, task.plan.layout.shape(stage)[0])
+    whole = Load.stack(loads)
+    numbers = np.arange(whole.shape[0] * whole.shape[1])[own]
+    load = whole[numbers % whole.shape[0], numbers // whole.shape[0]]
+    exceeds = _exceeds(task, load)
+    planned, full = (numbered(task.plan.times(task.profile, loads, levels)) for levels in _levels(task))
 
     def between(name: str) -> FloatArray:
-        by_plan, by_full = (np.diff(getattr(times, name)[replica][:, first : last + 1]) for times in (planned, full))
+        by_plan, by_full = (np.diff(getattr(times, name)[0, own, first : last + 1]) for times in (planned, full))
         seconds: FloatArray = np.where(exceeds[:, None], by_full, by_plan)
         return seconds
 
     levels = [tuple(_levels(task)[int(above)][first:last]) for above in exceeds]
-    footprints = [task.footprint(load) for load in own]
+    footprints = [task.footprint(one) for one in load]
     memory = [footprint.stage(stage, layers, of) for footprint, of in zip(footprints, levels, strict=True)]
     # A Footprint counts all micro-batches in flight: divide, to hold and free the bytes micro-batch by micro-batch.
     held, waiting = max(task.schedule.in_flight[stage], 1), max(task.schedule.pending_weights[stage], 1)
@@ -94,9 +98,9 @@ def stage_work(task: EmulationTask, step: int, stage: int, replica: int) -> Stag
         backward=between("backward"),
         weight=between("weight"),
         split=between("split"),
-        sent_bytes=np.stack([layer.output_bytes(own) for layer in task.profile.layers[first:last]], axis=1),
-        upstream=planned.crossing[replica][:, first],
-        downstream=planned.crossing[replica][:, last],
+        sent_bytes=np.stack([layer.output_bytes(load) for layer in task.profile.layers[first:last]], axis=1),
+        upstream=planned.crossing[0, own, first],
+        downstream=planned.crossing[0, own, last],
         reduce=np.diff(planned.reduce[first : last + 1]),
         gather=np.diff(planned.gather[first : last + 1]),
         optimizer=float(planned.optimizer[last] - planned.optimizer[first]),
@@ -129,7 +133,9 @@ class EmulatedDevice:
         self._held_bytes = 0
         self._splits = False
         self._due = 0.0
-        self._arrivals = clocks.arrivals[:, :, replica]
+        # The numbers in the step of the device's own micro-batches.
+        self.numbers = range(replica, clocks.arrivals.shape[2], task.plan.layout.shape(stage)[0])
+        self._arrivals = clocks.arrivals
         layers = task.plan.partition.layers(stage)
         self._complete = clocks.complete[:, layers.start : layers.stop]
         self._weights_arrive = np.zeros(len(layers))
@@ -185,11 +191,11 @@ class EmulatedDevice:
         start = max(perf_counter(), self._link_is_free[direction])
         arrival = self._link_is_free[direction] = start + float(link[micro_batch]) * self.task.scale
         peer = self.stage + 1 if direction == DOWN else self.stage - 1
-        self._arrivals[direction, peer, micro_batch] = arrival
+        self._arrivals[direction, peer, self.numbers[micro_batch]] = arrival
 
     def receive(self, direction: int, micro_batch: int) -> None:
         """Sleep until a tensor, whose bytes have come already, would have arrived."""
-        _sleep_until(float(self._arrivals[direction, self.stage, micro_batch]))
+        _sleep_until(float(self._arrivals[direction, self.stage, self.numbers[micro_batch]]))
 
     def complete(self, layer: int) -> None:
         """Note that the last gradient of a layer is complete."""

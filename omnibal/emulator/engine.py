@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from multiprocessing import active_children
 from pathlib import Path
@@ -77,7 +78,7 @@ class _Weights(torch.autograd.Function):
 
 
 class EmulatedLayer(nn.Module):
-    """Sleeps as long as a layer is predicted to take for the micro-batch whose number stands in ``input_ids``."""
+    """Sleeps as long as a layer is predicted to take for the micro-batch whose number in the step is ``input_ids``."""
 
     def __init__(self, device: EmulatedDevice, place: int, *, trainable: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ class EmulatedLayer(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1, dtype=dtype), requires_grad=trainable)
 
     def forward(self, payload: Payload) -> Payload:
-        micro_batch = int(payload.input_ids)
+        micro_batch = self.device.numbers.index(int(payload.input_ids))
         output = _Inputs.apply(payload.hidden, self.weight, self, micro_batch)  # type: ignore[no-untyped-call]
         if self.weight.requires_grad:
             output = output + _Weights.apply(self.weight, self, micro_batch)  # type: ignore[no-untyped-call]
@@ -139,24 +140,24 @@ class EmulatedLoader:
     def __init__(self, task: EmulationTask, device: EmulatedDevice) -> None:
         self._task, self._device = task, device
         self._next = -1
-        self.micro_batches = task.plan.micro_batches
+        self.micro_batches = len(device.numbers)
 
     def next_step(self) -> tuple[Step, list[Batch]]:
-        number = max(self._next, 0)
+        step = max(self._next, 0)
         self._next += 1
-        self._device.begin_step(number)
+        self._device.begin_step(step)
         empty = torch.zeros(0, dtype=torch.int64)
         batches = [
             {
                 "pixel_values": torch.zeros(1),
-                "input_ids": torch.tensor([[micro_batch]]),  # by which layers know how long to sleep
+                "input_ids": torch.tensor([[number]]),  # by which layers know how long to sleep
                 "position_ids": empty,
                 "cu_seq_lens": empty,
                 "labels": torch.ones(1, 1, dtype=torch.int64),
             }
-            for micro_batch in range(self.micro_batches)
+            for number in self._device.numbers
         ]
-        return Step(0, number, self.micro_batches, Load.stack(self._task.steps[number])), batches
+        return Step(0, step, self.micro_batches, Load.stack(self._task.steps[step])), batches
 
 
 class EmulatedEngine(OmnibalEngine):
@@ -253,9 +254,8 @@ def _build(task: EmulationTask, device: EmulatedDevice) -> EmulatedEngine:
     model: Any = EmulatedModel(task, device)
     loader: Any = EmulatedLoader(task, device)
     section = OmnibalSection(model=ModelSection(weights="random"))
-    resolved = ResolvedRun(
-        config, section, None, model, layout_of(config, task.plan.num_stages, task.plan.layout.num_replicas)
-    )
+    layout = layout_of(config, task.plan.num_stages, task.plan.layout.num_replicas)
+    resolved = ResolvedRun(config, section, None, model, replace(layout, encoder=task.ranks.encoder))
     classes: Any = {"module_class": EmulatedModule, "engine_class": EmulatedEngine}
     engine: EmulatedEngine = build_engine(resolved, task.plan, loader, len(task.steps), **classes, device=device)
     return engine

@@ -15,11 +15,13 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from omnibal.cluster import Layout
-from omnibal.cost import Load
+from omnibal.cost import FloatArray, Load
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.memory.footprint import Footprint
-from omnibal.pipeline.schedule import Operation, Schedule
+from omnibal.pipeline.partition import frozen_stages
+from omnibal.pipeline.schedule import Operation, Schedule, Table
 from omnibal.pipeline.simulate import Simulation, StepSimulation
+from omnibal.pipeline.units import UnitSimulation
 from omnibal.plan import Plan
 from omnibal.processes import reason_of
 from omnibal.profile.records import ModelProfile
@@ -48,8 +50,8 @@ class EmulationTask:
             raise ConfigError(
                 f"steps must be at least one, of {wanted} replicas and micro-batches, got {sorted(shapes)}"
             )
-        if self.plan.layout.encoder is not None:
-            raise ConfigError(f"layout must be a pipeline to be emulated, got {self.plan.layout}")
+        if self.plan.layout.is_spread:
+            raise ConfigError(f"layout must be a pipeline or units to be emulated, got {self.plan.layout}")
         self.plan.known_cluster.check(self.plan.layout)
         if self.num_processes > MOST_PROCESSES:
             raise ConfigError(
@@ -60,7 +62,10 @@ class EmulationTask:
 
     @property
     def ranks(self) -> Layout:
-        return replace(self.plan.layout, num_tensor=1)  # a process stands for all tensor ranks of a replica
+        # A process stands for all tensor ranks of a replica.
+        own = self.plan.layout.encoder
+        encoder = None if own is None else replace(own, num_tensor=1)
+        return replace(self.plan.layout, num_tensor=1, encoder=encoder)
 
     @property
     def num_processes(self) -> int:
@@ -70,15 +75,14 @@ class EmulationTask:
     def budget_bytes(self) -> tuple[int, ...]:
         return self.plan.known_cluster.stage_memory_bytes(self.plan.layout)
 
-    @property
+    @cached_property
     def schedule(self) -> Schedule:
-        return self.predicted[0].replicas[0].schedule
+        frozen = int(frozen_stages(self.profile, np.array(self.plan.partition.boundaries)))
+        return self.plan.make_schedule().with_frozen_front(frozen)
 
     @cached_property
-    def predicted(self) -> tuple[StepSimulation, ...]:
-        predicted = tuple(self.plan.simulate(self.profile, loads) for loads in self.steps)
-        assert all(isinstance(step, StepSimulation) for step in predicted), "units are refused above"
-        return predicted  # type: ignore[return-value]  # mypy takes no all() for a check
+    def predicted(self) -> tuple[StepSimulation | UnitSimulation, ...]:
+        return tuple(self.plan.simulate(self.profile, loads) for loads in self.steps)
 
     @property
     def scale(self) -> float:
@@ -137,7 +141,7 @@ class DeviceReport:
 class Emulation:
     """The result of an emulated run, in seconds of the cluster."""
 
-    steps: tuple[StepSimulation, ...]  # when each stage of each replica ran what
+    steps: tuple[StepSimulation | UnitSimulation, ...]  # when each stage of each replica ran what
     peak_bytes: tuple[int, ...]  # the most that a device of each stage held
     start_seconds: float  # of the wall clock, until the first step began
 
@@ -175,7 +179,7 @@ def report_file(folder: Path, rank: int) -> Path:
 def _gather(task: EmulationTask, reports: Sequence[DeviceReport]) -> Emulation:
     ranks = task.ranks
     stages = [
-        [reports[ranks.rank(stage, replica)] for replica in range(ranks.num_replicas)]
+        [reports[ranks.rank(stage, replica)] for replica in range(ranks.shape(stage)[0])]
         for stage in range(ranks.num_stages)
     ]
     steps = []
@@ -189,27 +193,36 @@ def _gather(task: EmulationTask, reports: Sequence[DeviceReport]) -> Emulation:
     )
 
 
-def _step(task: EmulationTask, logs: Sequence[Sequence[StepLog]]) -> StepSimulation:
+def _step(task: EmulationTask, logs: Sequence[Sequence[StepLog]]) -> StepSimulation | UnitSimulation:
     start = min(log.start for replicas in logs for log in replicas)
 
     def seconds(wall: float) -> float:
         return (wall - start) / task.scale
 
-    pipelines = tuple(
-        _pipeline(task, [replicas[replica] for replicas in logs], start)
-        for replica in range(task.plan.layout.num_replicas)
-    )
     reduced = np.array([max(seconds(log.reduced) for log in replicas) for replicas in logs])
     updated = np.array([max(seconds(log.updated) for log in replicas) for replicas in logs])
-    return StepSimulation(pipelines, reduced, updated - reduced.max())
+    predicted, optimizer = task.predicted[0], updated - reduced.max()
+    if isinstance(predicted, UnitSimulation):
+        stages = zip(predicted.stage_rows, logs, strict=True)
+        rows = {row: log for stage in stages for row, log in zip(*stage, strict=True)}
+        of_rows = [rows[row] for row in range(len(rows))]
+        return UnitSimulation(*_ran(task, predicted.table, of_rows, start), task.plan.layout, reduced, optimizer)
+    table = predicted.replicas[0].table
+    pipelines = tuple(
+        Simulation(*_ran(task, table, [replicas[replica] for replicas in logs], start), task.schedule)
+        for replica in range(task.plan.layout.num_replicas)
+    )
+    return StepSimulation(pipelines, reduced, optimizer)
 
 
-def _pipeline(task: EmulationTask, logs: Sequence[StepLog], start: float) -> Simulation:
-    table = task.predicted[0].replicas[0].table  # simulation and engine run the same instructions
+def _ran(
+    task: EmulationTask, table: Table, logs: Sequence[StepLog], start: float
+) -> tuple[Table, FloatArray, FloatArray]:
+    """The table, which simulation and engine both run, and when each of its instructions started and ended."""
     starts, ends = np.zeros(table.operations.shape), np.zeros(table.operations.shape)
-    for stage, log in enumerate(logs):
-        length = table.lengths[stage]
-        assert [entry.operation for entry in log.entries] == table.operations[stage, :length].tolist()
-        starts[stage, :length] = [(entry.start - start) / task.scale for entry in log.entries]
-        ends[stage, :length] = [(entry.end - start) / task.scale for entry in log.entries]
-    return Simulation(table, starts, ends, task.schedule)
+    for row, log in enumerate(logs):
+        length = table.lengths[row]
+        assert [entry.operation for entry in log.entries] == table.operations[row, :length].tolist()
+        starts[row, :length] = [(entry.start - start) / task.scale for entry in log.entries]
+        ends[row, :length] = [(entry.end - start) / task.scale for entry in log.entries]
+    return table, starts, ends

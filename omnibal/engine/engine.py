@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from omnibal.cluster import Layout
 from omnibal.engine.checkpointed import CheckpointedEngine
 from omnibal.engine.loader import Batch, Loader, Steps, VlmDataset, read_step
 from omnibal.engine.module import joined
@@ -28,6 +27,7 @@ from omnibal.engine.settings import Settings, settings_of
 from omnibal.engine.table import floats_of
 from omnibal.errors import ConfigError, OmnibalError, said
 from omnibal.feeds.feed import Step
+from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.loss import EVALUATION_STATISTICS, targets_of
 from omnibal.plan import Plan
 from omnibal.ranks import gather, rank_zero_first
@@ -59,14 +59,6 @@ class StagePeaks:
     # Beside torch's allocator: contexts, libraries, communicators, other processes' memory on the same device; zeros
     # without a CUDA device.
     overhead: tuple[int, ...]
-
-
-def _check_evaluation(layout: Layout) -> None:
-    if layout.has_units:  # DeepSpeed's InferenceSchedule runs, whose transfers pair equal replicas
-        raise ConfigError(
-            "evaluate must not be called where the encoder has replicas of its own, and omnibal.data.held_out be left "
-            "out; evaluate a checkpoint"
-        )
 
 
 class OmnibalEngine(CheckpointedEngine):
@@ -162,13 +154,19 @@ class OmnibalEngine(CheckpointedEngine):
 
     def held_out_loader(self, dataset: VlmDataset) -> Loader:
         """A loader of held-out samples for ``evaluate``, all ranks together."""
-        _check_evaluation(self.resolved.layout)
         lengths = rank_zero_first(lambda: checked_lengths(dataset), doing="measures held-out samples", where=self.where)
-        return self.loader.over(CheckedSamples(dataset, lengths, SampleRules.of(self.module.vlm)), lengths)
+        layout = self.resolved.layout
+        sampler = BalancedBatchSampler(
+            lengths,
+            self.plan.limits,
+            num_replicas=layout.num_replicas,
+            rank=layout.place(self.global_rank).replica % layout.num_replicas,  # encoders read by their share alone
+            micro_batches=self.plan.micro_batches,
+        )
+        return self.loader.over(CheckedSamples(dataset, lengths, SampleRules.of(self.module.vlm)), sampler)
 
     def evaluate(self, loader: Loader) -> Evaluation:
         """Measure loss and accuracy on one epoch of the packs of a ``held_out_loader``, all ranks together."""
-        _check_evaluation(self.resolved.layout)
         if loader is self.loader:
             raise ConfigError(
                 "loader must be of held-out samples, got that of training; engine.held_out_loader(dataset) makes one"
@@ -197,7 +195,7 @@ class OmnibalEngine(CheckpointedEngine):
         self.total_loss: Tensor | None = None
         self._compute_loss = True
         with torch.no_grad():
-            self._exec_schedule(self._inference_schedule(micro_batches))
+            self._run_forward_alone(micro_batches)
         nothing = torch.zeros(len(EVALUATION_STATISTICS), dtype=torch.float64)
         return nothing if self.total_loss is None else self.total_loss.cpu()
 

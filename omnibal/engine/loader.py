@@ -4,7 +4,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from time import perf_counter
 from typing import Any, Final, Literal, NamedTuple, Protocol, cast
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from omnibal.cluster import Layout
+from omnibal.cluster import Layout, PipelinePosition
 from omnibal.data.lengths import SampleLengths
 from omnibal.engine.ray_packs import RayPacks
 from omnibal.errors import ConfigError, DataError, OmnibalError
@@ -110,6 +110,10 @@ class PackReader:
     """Whether packs are copied to a GPU."""
     step_seconds: float | None = None
     """What a step of training is predicted to take; None if nobody predicted it."""
+
+    def of(self, place: PipelinePosition, layout: Layout) -> "PackReader":
+        """The reader of a rank at a place: where stages have replicas of their own, it reads the packs of its own."""
+        return replace(self, share=Share(place.replica, layout.shape(place.stage)[0])) if layout.has_units else self
 
     def collate(self, samples: list[dict[str, Tensor]]) -> Batch:
         """A pack of samples as tensors."""
@@ -228,15 +232,8 @@ class Loader:
         """What is trained on, in words."""
         return self.feed.summary()
 
-    def over(self, dataset: VlmDataset, lengths: SampleLengths) -> "Loader":
-        """A loader of other samples for the same ranks and under the same limits, for evaluation."""
-        sampler = BalancedBatchSampler(
-            lengths,
-            self.feed.limits,
-            num_replicas=self.feed.num_replicas,
-            rank=self.feed.rank,
-            micro_batches=self.micro_batches,
-        )
+    def over(self, dataset: VlmDataset, sampler: BalancedBatchSampler) -> "Loader":
+        """A loader of the packs that another sampler makes of other samples, read alike, for evaluation."""
         return Loader(self._reader.feed(dataset, sampler), self._reader)
 
 

@@ -22,7 +22,6 @@ from omnibal.data.source_draws import typical_lengths
 from omnibal.engine.loader import Loader, PackReader, VlmDataset
 from omnibal.engine.resolve import ResolvedRun
 from omnibal.errors import ConfigError, DataError, OmnibalError
-from omnibal.feeds.feed import Share
 from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.formats.collate import IGNORED, Positions
 from omnibal.formats.conversations import ConversationDataset
@@ -221,8 +220,7 @@ def sample_loader(
     checked = CheckedSamples(samples, lengths, SampleRules.of(resolved.vlm))
     if plan.predicted is not None:
         reader = replace(reader, step_seconds=plan.predicted.step_seconds)
-    if layout.has_units:
-        reader = replace(reader, share=Share(place.replica, layout.shape(place.stage)[0]))
+    reader = reader.of(place, layout)
     return plan, run_on_all_ranks(lambda: Loader(reader.feed(checked, sampler), reader))
 
 

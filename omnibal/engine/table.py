@@ -66,6 +66,17 @@ class TableSchedule(deepspeed_schedule.PipeSchedule):
         return int(self.micro_batches)  # the number of a micro-batch is the index of its buffer
 
 
+class ForwardTable(deepspeed_schedule.PipeSchedule):
+    """Forward passes alone, one micro-batch after another, with a table's transfers."""
+
+    def steps(self) -> Iterator[list[Any]]:
+        for micro_batch in range(self.micro_batches):
+            yield [RunEntry(operation=Operation.F, micro_batch=micro_batch)]
+
+    def num_pipe_buffers(self) -> int:
+        return int(self.micro_batches)
+
+
 class BehindFrozenFront(deepspeed_schedule.PipeSchedule):
     """DeepSpeed's own schedule of a stage, without the backward passes and gradients of a frozen front."""
 
@@ -156,6 +167,17 @@ class TableEngine(PipelineEngine):
             return TableSchedule(self.table, self.stage_id)
         front, whole = self.module.frozen_stages, super()._train_schedule()
         return BehindFrozenFront(whole, front) if front else whole
+
+    def _run_forward_alone(self, micro_batches: int) -> None:
+        """Evaluate some micro-batches of this rank."""
+        if not self.module.layout.has_units:
+            self._exec_schedule(self._inference_schedule(micro_batches))
+            return
+        # DeepSpeed's InferenceSchedule pairs equal replicas. A stage that runs no backward pass keeps nothing.
+        runs_backward, self._runs_backward = self._runs_backward, False
+        self._exec_schedule(ForwardTable(micro_batches, self.num_stages, self.stage_id))
+        self._runs_backward = runs_backward
+        self._losses.clear()
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         super()._exec_schedule(pipe_schedule)
@@ -337,8 +359,8 @@ class TableEngine(PipelineEngine):
             self.weight_gradients.run(micro_batch)
 
     def _run_forward(self, micro_batch: int) -> None:
-        if not self._runs_backward:
-            # A frozen stage has no backward pass that holds it back. It waits until the next stage has received all but
+        if not self._runs_backward and not self.is_last_stage():
+            # Such a stage has no backward pass that holds it back. It waits until the next stage has received all but
             # as many micro-batches as would be in flight, or outputs would pile up.
             _settle(self._activations_out, micro_batch - self._in_flight)
         if self.is_first_stage() or self.is_last_stage():  # inputs for the first one, labels for the last

@@ -265,7 +265,7 @@ class UnitProblem(PartitionProblem):
     def _stage_bounds(self) -> FloatArray:
         # A replica's stage waits until its first micro-batch has passed all layers before it, and computes all of its
         # micro-batches; under 1F1B the last one's gradient then passes all layers before it, too.
-        times, size = _numbered(self.times), len(self.profile.layers) + 1
+        times, size = numbered(self.times), len(self.profile.layers) + 1
         work, result = times.forward + times.backward + times.weight, np.zeros((self.num_stages, size, size))
         for stage in range(self.num_stages):
             replicas, bounds = self.layout.shape(stage)[0], np.zeros((size, size))
@@ -293,14 +293,14 @@ class UnitProblem(PartitionProblem):
         return found
 
 
-def _numbered(times: StepTimes) -> StepTimes:
+def numbered(times: StepTimes) -> StepTimes:
     """All micro-batches of a step in the order of their numbers, as if they were those of one replica."""
     per_replica = ("forward", "backward", "weight", "split", "crossing", "gradient_crossing")
     size = times.forward.shape[-1]
-    numbered = {
+    found = {
         name: np.ascontiguousarray(getattr(times, name).swapaxes(0, 1)).reshape(1, -1, size) for name in per_replica
     }
-    return times._replace(**numbered)
+    return times._replace(**found)
 
 
 class _Wired(NamedTuple):
@@ -340,7 +340,7 @@ def _run(
     profile: ModelProfile, times: StepTimes, boundaries: IntArray, layout: Layout, schedule: ScheduleName
 ) -> UnitSimulation:
     """One step under `unit_times` of its replicas."""
-    frozen, times = int(frozen_stages(profile, boundaries)), _numbered(times)
+    frozen, times = int(frozen_stages(profile, boundaries)), numbered(times)
     micro_batches = times.forward.shape[1] // layout.num_replicas
     table, wiring, stages, replicas = _wire(layout, micro_batches, schedule, frozen)
     seconds = np.take(durations_of(times, 0, boundaries), stages, axis=2)

@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import pytest
 
-from omnibal.cluster import Links
+from omnibal.cluster import Encoder, Layout, Links
 from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
 from omnibal.emulator.run import EmulationTask, run_emulation
@@ -72,6 +72,22 @@ def test_the_engine_runs_the_table_and_nothing_runs_too_early(task, schedule, fr
     memory = task.footprint(Load(0, 3)).stages(task.plan.partition, task.plan.recompute)
     assert [stage.activations for stage in memory] == [2 * 10 * (frozen == 1), 110]
     assert [stage.pending for stage in memory] == [0, 120 if schedule == "zero-bubble" else 0]
+    assert list(emulation.peak_bytes) == [stage.total for stage in memory]
+
+
+def test_units_run_too(task):
+    """One encoder for two LLMs: every replica of a stage in a row of its own."""
+    layout = Layout(2, 2, encoder=Encoder(1, 1), precision="float32")
+    plan = replace(task.plan, layout=layout, cluster=on_cluster(task.plan, 2, 10**6, Links(50.0)).cluster)
+    task = replace(task, plan=plan)
+    assert task.num_processes == 3
+    emulation = run_emulation(task)
+    for emulated, predicted in zip(emulation.steps, task.predicted, strict=True):
+        assert emulated.row_names == ["encoder 0", "LLM 0", "LLM 1"]
+        assert (emulated.ends - emulated.starts >= predicted.ends - predicted.starts - 1e-6).all()
+        assert emulated.step_seconds >= predicted.step_seconds - 1e-6
+        assert (emulated.reduced_seconds >= predicted.reduced_seconds - 1e-6).all()
+    memory = task.footprint(Load(0, 3)).stages(task.plan.partition, task.plan.recompute)
     assert list(emulation.peak_bytes) == [stage.total for stage in memory]
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -131,8 +132,10 @@ def _first_step(case):
     captured = {}
     own = {"on_gradient": lambda name, gradient: captured.update({name: gradient.clone()})}
     engine = engine_of(replace(case, own=own))
+    # Units also evaluate before they train: the same packs, and so the same loss.
+    evaluated = engine.evaluate(copy(engine.loader)).loss if engine.resolved.layout.has_units else None
     loss = engine.train_batch().item()
-    return {"loss": loss, "gradients": captured, "samples": engine.global_samples}
+    return {"loss": loss, "evaluated": evaluated, "gradients": captured, "samples": engine.global_samples}
 
 
 def several_steps(cases):
@@ -310,7 +313,8 @@ def train_units(config, steps):
     dataset = SmallDataset()
     engine, *_ = initialize(config=config, dataset=dataset)
     losses = [engine.train_batch().item() for _ in range(steps)]
-    return {"losses": losses, "weights": weights_of(engine), "decoded": dataset.decoded}
+    decoded, evaluation = dataset.decoded, engine.evaluate(engine.held_out_loader(SmallDataset(1)))
+    return {"losses": losses, "weights": weights_of(engine), "decoded": decoded, "evaluation": evaluation}
 
 
 def spread_by_key(whole, apart, refused, folder):

@@ -11,9 +11,7 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelinePa
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from omnibal.cluster import Encoder, Layout
-from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.grid import UnequalGrid, UnequalTopology, no_handshake, pairs_below, unequal_grids
-from omnibal.errors import ConfigError
 
 ASKED = (
     "global_rank", "world_size", "data_parallel_size", "pipe_parallel_size", "model_parallel_size",
@@ -111,13 +109,6 @@ def test_deepspeed_has_what_units_run_in_another_way():
     }
     for owner, names in relied_on.items():
         assert vars(owner).keys() >= set(names)
-
-
-def test_an_evaluation_of_units_is_refused():
-    engine = SimpleNamespace(resolved=SimpleNamespace(layout=units(2, 2, 1)))
-    for refused in (OmnibalEngine.evaluate, OmnibalEngine.held_out_loader):  # the latter before a run trains
-        with pytest.raises(ConfigError, match="evaluate must not be called where the encoder has replicas of its own"):
-            refused(engine, None)
 
 
 def test_a_micro_batch_crosses_in_the_round_of_its_number():

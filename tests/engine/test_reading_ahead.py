@@ -223,5 +223,5 @@ def test_workers_that_cannot_keep_up_are_told(caplog):
 def test_held_out_samples_get_the_workers_that_the_predicted_step_asks_for(monkeypatch):
     monkeypatch.setattr("omnibal.engine.loader.cores_of_process", lambda: 9)
     training = loader_of(SmallDataset(), workers=None, step_seconds=10.0)
-    held_out = training.over(SmallDataset(), SmallDataset().lengths())
+    held_out = training.over(SmallDataset(), training.feed.sampler)
     assert [found.feed._reader.num_workers for found in (training, held_out)] == [1, 1]

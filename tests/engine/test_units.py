@@ -52,6 +52,10 @@ CASES = {
         "1 of three stages for 2": (units((0, 2, 4, 5, 10), TWO, 1, 3), EXACT),
     },
 }
+DEEP = {
+    3: [Case((0, 4, 6, 10), ONE), units((0, 5, 10), TWO, 1), units((0, 5, 10), ONE, 2, schedule="1f1b")],
+    5: [],
+}
 ADAM = {"lr": 3e-3, "betas": [0.9, 0.99], "weight_decay": 0.01, "eps": 1e-3}
 STEPS, CLIPPING = 3, 0.05
 
@@ -77,16 +81,33 @@ def test_one_step_equals_plain_transformers(num_processes, model, tied):
         name: (replace(case, model=str(tied if case.model else model)), near)
         for name, (case, near) in CASES[num_processes].items()
     }
-    by_rank = launch(num_processes, "tests.engine.cases:one_step", [case for case, _ in cases.values()])
+    # A feature of the ViT that a decoder block reads crosses the border, too: three stages of one replica tell how.
+    deep = [replace(case, model=str(model), deep=True) for case in DEEP[num_processes]]
+    launched = launch(num_processes, "tests.engine.cases:one_step", [*(case for case, _ in cases.values()), *deep])
+    by_rank, of_deep = [result[: len(cases)] for result in launched], [result[len(cases) :] for result in launched]
+    check_deep(list(zip(*of_deep, strict=True)))
     for number, (name, (case, near)) in enumerate(cases.items()):
         results, (loss, gradients) = [result[number] for result in by_rank], plain[case.model]
         assert {result["samples"] for result in results} == {8}
         assert [result["loss"] for result in results] == pytest.approx([loss] * num_processes, rel=near["rtol"] / 20)
+        assert [result["evaluated"] for result in results] == pytest.approx(
+            [loss] * num_processes, rel=near["rtol"] / 20
+        )
         trained = gradients.keys() - names_of(case.model, case.frozen)
         assert set().union(*(result["gradients"] for result in results)) == trained, name
         for result in results:
             for weight, gradient in result["gradients"].items():
                 torch.testing.assert_close(gradient, gradients[weight], **near, msg=f"{weight} differs in {name}")
+
+
+def check_deep(cases):
+    """Of each case the results of all ranks: gradients are those of the first case, wherever the feature crosses."""
+    by_case = [{name: found for result in results for name, found in result["gradients"].items()} for results in cases]
+    for results, gradients in zip(cases, by_case, strict=True):
+        assert [result["loss"] for result in results] == pytest.approx([cases[0][0]["loss"]] * 3, rel=1e-5)
+        assert gradients.keys() == by_case[0].keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, by_case[0][name], **EXACT, msg=name)
 
 
 @pytest.mark.parametrize("num_processes", [3, 5])
@@ -141,6 +162,8 @@ def test_each_rank_of_a_dataset_reads_the_packs_of_its_own_replica(model):
     apart = launch(3, "tests.engine.cases:train_units", changed(config, "pipeline", encoder={"num_replicas": 1}), STEPS)
     assert [result["losses"] for result in apart] == [pytest.approx(pipeline[0]["losses"], rel=1e-5)] * 3
     assert apart[0]["decoded"] == pipeline[0]["decoded"] + pipeline[1]["decoded"]  # the encoder's replica reads both
+    assert apart[0]["evaluation"].samples == 8 and len({result["evaluation"] for result in apart}) == 1
+    assert apart[0]["evaluation"].loss == pytest.approx(pipeline[0]["evaluation"].loss, rel=1e-4)
     weights = pipeline[0]["weights"] | pipeline[2]["weights"]
     for result in apart:
         for name, weight in result["weights"].items():
