@@ -1,7 +1,8 @@
 """Streams in the pipeline: from a ds_config and sources to a rank's loader, and what each stage gets of a pack.
 
 The first stage of a replica draws, and hands the labels of its packs to the last one: so a source is read once, and
-need not be the same when it is read again. All ranks hear what all packs hold, and what fails.
+need not be the same when it is read again. Of tensor ranks the first one draws, and hands its packs to the others. All
+ranks hear what all packs hold, and what fails.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,6 @@ from torch import Tensor
 from omnibal.cluster import Layout, PipelinePosition
 from omnibal.config import OmnibalSection
 from omnibal.data.mixture import Mixture
-from omnibal.engine.grid import SHARED
 from omnibal.engine.loader import Batch, Loader, PackReader
 from omnibal.engine.resolve import ResolvedRun
 from omnibal.engine.samples import SampleRules
@@ -33,7 +33,7 @@ from omnibal.workspace import Workspace
 
 
 class PipelineStreamFeed(StreamFeed):
-    """The steps of one rank of a pipeline: the first stage of a replica draws, the last one gets labels.
+    """The steps of one rank of a pipeline: the first rank of a replica draws, those of the last stage get labels.
 
     Sources are the same on all ranks, and divided over the replicas here.
     """
@@ -61,12 +61,12 @@ class PipelineStreamFeed(StreamFeed):
             limits,
             read=read,
             pack=lambda samples, *_: self._pinned(collate([sample.held for sample in samples])),
-            gather=lambda told: gather(told, group=self._group),
+            gather=lambda told: self._drawing_first(gather(told, group=self._group)),
             rank=replica,
             num_ranks=num_replicas,
             micro_batches=micro_batches,
             buffer=buffer_of(micro_batches),
-            draws=place.stage == 0,
+            draws=place.stage == 0 and place.tensor == 0,
             fills=False,
             num_steps=num_steps,
             **options,
@@ -81,7 +81,7 @@ class PipelineStreamFeed(StreamFeed):
 
     def state_dict(self) -> dict[str, Any]:
         """The positions of all replicas, the same on all ranks; all ranks together."""
-        replicas = gather(self.position)[: self.num_replicas]  # the first stage's ranks, which draw, come first
+        replicas = self._drawing_first(gather(self.position))[: self.num_replicas]
         return {"made_from": self.made_from, "steps_done": self.steps_done, "replicas": replicas}
 
     def load_state_dict(self, state: Mapping[str, Any], *, tells: bool = True) -> None:
@@ -100,17 +100,29 @@ class PipelineStreamFeed(StreamFeed):
     def _pinned(self, batch: Batch) -> Batch:
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self._pins else batch
 
+    def _drawing_first(self, told: list[Any]) -> list[Any]:
+        """What all ranks told, by rank, in the order that `StreamFeed` knows ranks in: those that draw come first."""
+        return [told[rank] for rank in sorted(range(len(told)), key=lambda rank: self._layout.place(rank).tensor)]
+
     def received(self, window: PlannedWindow) -> list[Batch]:
-        """The packs of this rank in a window; the last stage receives the labels of its replica's first stage."""
-        stage, last, replica = self._place.stage, self._layout.num_stages - 1, self._place.replica
-        if last == 0 or 0 < stage < last:
+        """The packs of this rank in a window, which the rank that draws sends; to the last stage their labels alone."""
+        (stage, replica, tensor), last = self._place, self._layout.num_stages - 1
+        if 0 < stage < last:
             return window.batches
-        # One message for each window: the labels of all its packs, one behind the other. Both stages are in the thread
-        # that plans, and come to the same windows in the same order.
-        if stage == 0:
+        # One message for each window and rank: packs, or the labels of all packs, one behind the other. All are in the
+        # thread that plans, and come to the same windows in the same order.
+        others = range(1, self._layout.num_tensor)
+        if stage == 0 and tensor == 0:
+            for other in others:
+                dist.send_object_list([window.batches], self._layout.rank(0, replica, other), self._group)
             labels = torch.cat([batch["labels"][0] for batch in window.batches])
-            dist.send(labels, self._layout.rank(last, replica), self._group)
+            for other in (0, *others) if last else ():
+                dist.send(labels, self._layout.rank(last, replica, other), self._group)
             return window.batches
+        if stage == 0:
+            packs: list[Any] = [None]
+            dist.recv_object_list(packs, self._layout.rank(0, replica), self._group)
+            return [self._pinned(batch) for batch in packs[0]]
         # The loads that all ranks heard say how long each pack's labels are; an empty pack has one token.
         tokens = window.loads[replica, :, 1].clip(min=1).tolist()
         labels = torch.empty(sum(tokens), dtype=torch.int64)
@@ -124,8 +136,6 @@ def stream_loader(
     """The plan of a run on streams, and this rank's loader."""
     if resolved.layout.has_units:
         raise ConfigError("samples must have lengths() where the encoder has replicas of its own, got a stream")
-    if resolved.layout.num_tensor > 1:  # each would draw samples of its own
-        raise ConfigError(f"samples must have lengths() {SHARED}, got a stream")
     section, rules = workspace.section, SampleRules.of(resolved.vlm)
     num_steps, mixture = _checked(section)
     plan = workspace.resolve_plan(resolved.vlm.records, resolved.layout, None)

@@ -28,8 +28,8 @@ def model(tmp_path_factory):
 def by_rank(model, tmp_path_factory):
     """Two stages and two replicas; one stage and four, and the encoder on all ranks."""
     configs = []
-    for num_stages, encoder in ((2, None), (1, "spread")):
-        config = changed(settings(model, num_stages=num_stages), "pipeline", encoder=encoder)
+    for num_stages, layout in ((2, {}), (1, {"encoder": "spread"}), (2, {"num_tensor": 2})):
+        config = changed(settings(model, num_stages=num_stages), "pipeline", **layout)
         config = changed(config, "packing", method="balanced", vision_units=4, llm_tokens=48)
         config = changed(config, "data", mixture=MIXTURE)
         configs.append(changed(config, "run", max_steps=LAST_STEP))
