@@ -121,7 +121,7 @@ class PlanReport:
         result = self.result
         return {
             "plan": result.plan.to_record(),
-            "trained": {name: numbers._asdict() for name, numbers in self.result.choice.model.profile.trained.items()},
+            "trained": {name: numbers._asdict() for name, numbers in self.result.choice.model.whole.trained.items()},
             "written": str(self.out),
             "entered": None if self.entered is None else str(self.entered),
             **self.gain.to_record(),
@@ -137,14 +137,14 @@ class PlanReport:
         assert predicted is not None
         fullest = max(m.total / budget for m, budget in zip(self._memory(), self._budgets, strict=True))
         rate = predicted.samples_per_step / predicted.step_seconds
-        unit = vision_unit_of(self.result.choice.model.profile.layers)
+        unit = vision_unit_of(self.result.choice.model.whole.layers)
         return [
             *(self._explanations() if explain else ()),
             f"chosen: {plan.layout} of {plan.known_cluster}, {plan.schedule}, {plan.micro_batches} micro-batches of at "
             f"most {limits.vision_units:,} {unit} and {limits.llm_tokens:,} LLM tokens",
             f"cut at {cut_of(plan.partition.boundaries)}; {sum(level != 'none' for level in plan.recompute)} of "
             f"{len(plan.recompute)} layers recompute; the fullest device holds {fullest:.1%} of its memory",
-            f"parameters trained: {trained_in_words(self.result.choice.model.profile.trained)}",
+            f"parameters trained: {trained_in_words(self.result.choice.model.whole.trained)}",
             f"predicted: step {duration(predicted.step_seconds)} of {predicted.samples_per_step:,.0f} samples, "
             f"{rate:,.1f} samples/s, bubble {predicted.bubble_ratio:.1%}",
             *self.gain.lines(),
@@ -158,13 +158,13 @@ class PlanReport:
 
     def _explanations(self) -> list[Table]:
         model, plan = self.result.choice.model, self.result.plan
-        packing = model.packing.median_step(model.profile)
-        step = plan.simulate(model.profile, packing.steps[0])
-        stages = stage_table(step_figures(model.profile, plan, step, packing.largest)["stages"])
+        packing = model.packing.median_step(model.whole)
+        step = plan.simulate(model.whole, packing.steps[0])
+        stages = stage_table(step_figures(model.whole, plan, step, packing.largest)["stages"])
         return [
             stages,
             memory_table(self._memory(), self._budgets),
-            _weighed_table([_record(choice) for choice in self.result.tried], vision_unit_of(model.profile.layers)),
+            _weighed_table([_record(choice) for choice in self.result.tried], vision_unit_of(model.whole.layers)),
         ]
 
     def _bound(self) -> str:
@@ -188,7 +188,8 @@ class PlanReport:
 def _record(choice: Choice) -> dict[str, Any]:
     """A choice as JSON values; of each stage, how many layers recompute."""
     model, limits = choice.model, choice.model.packing.limits
-    levels = np.array(model.levels(choice.boundaries)) != "none"
+    plan = choice.plan
+    boundaries, levels = plan.partition.boundaries, np.array(plan.recompute) != "none"
     return {
         "num_stages": model.num_stages,
         "schedule": model.schedule_name,
@@ -196,8 +197,8 @@ def _record(choice: Choice) -> dict[str, Any]:
         "limits": {"vision_units": limits.vision_units, "llm_tokens": limits.llm_tokens},
         "samples_per_step": model.packing.samples_per_step,
         "step_seconds": choice.step_seconds,
-        "partition": list(choice.boundaries),
-        "recomputed": [int(levels[a:b].sum()) for a, b in pairwise(choice.boundaries)],
+        "partition": list(boundaries),
+        "recomputed": [int(levels[a:b].sum()) for a, b in pairwise(boundaries)],
     }
 
 

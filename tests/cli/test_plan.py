@@ -369,6 +369,9 @@ def test_an_encoder_on_all_devices_is_planned_and_entered(omnibal, ds_config, tm
     options = () if asked == "key" else ("--layout", "spread")
     record = json.loads(omnibal("plan", config, *options, "--write", "--json").stdout)
     plan = Plan.load(tmp_path / "run" / "plan.json")
+    assert record["tried"][0]["partition"] == list(plan.partition.boundaries)
+    if asked == "key":
+        assert "encoder on all" in omnibal("plan", config, "--explain").stdout
     assert plan.layout.encoder == Encoder.on_all(4) and plan.layout.num_devices == 4
     assert plan.partition.boundaries[1] > encoder_layers(Workspace.read(config).records)
     assert record["plan"]["predicted"]["step_seconds"] == plan.predicted.step_seconds > 0
