@@ -375,6 +375,7 @@ def test_an_encoder_on_all_devices_is_planned_and_entered(omnibal, ds_config, tm
     assert plan.layout.encoder == Encoder.on_all(4) and plan.layout.num_devices == 4
     assert plan.partition.boundaries[1] > encoder_layers(Workspace.read(config).records)
     assert record["plan"]["predicted"]["step_seconds"] == plan.predicted.step_seconds > 0
+    assert record["trained"].keys() == {"vision", "projector", "language"}
     if asked == "layout":
         assert record["layouts"]["winner"] == "spread" and record["layouts"]["candidates"][0]["runs_today"]
     workspace = Workspace.read(config)
