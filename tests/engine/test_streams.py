@@ -66,6 +66,8 @@ def test_stages_see_the_same_packs_and_replicas_their_own(by_rank):
             assert all(target in (labels, token) for token, target in zip(tokens, targets, strict=True))
             assert any(target != labels for target in targets)
     assert not {str(pack) for pack in first} & {str(pack) for pack in second}
+    shared = [results["resumed"][2]["whole"]["seen"] for results in by_rank]  # by two tensor ranks of each stage
+    assert shared[0] == shared[1] != shared[2] == shared[3]
 
 
 def test_shares_are_those_that_were_asked_for_and_known_on_all_ranks(by_rank):
