@@ -6,7 +6,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
+from pydantic_core import PydanticCustomError
 
 from omnibal.cluster import ClusterValue, Encoder
 from omnibal.data.mixture import Mixture
@@ -189,6 +190,12 @@ class EncoderSection(Section):
         return Encoder(self.num_stages, self.num_replicas)
 
 
+def _no_encoder_beside(num_tensor: int | str, info: ValidationInfo) -> int | str:
+    if num_tensor not in (1, "auto") and info.data.get("encoder") is not None:
+        raise PydanticCustomError("alone", "Input should be 1 or 'auto' beside omnibal.pipeline.encoder")
+    return num_tensor
+
+
 class PipelineSection(Section):
     """Where the model is cut and what recomputes."""
 
@@ -198,7 +205,7 @@ class PipelineSection(Section):
     encoder: EncoderSection | Literal["spread"] | None = None
     """``spread``: all processes encode a share of a step's images, before the language model's pipeline and behind it.
     Left out: the plan's, where a plan is named; else the encoder has the replicas of all other stages."""
-    num_tensor: Count | Literal["auto"] = 1
+    num_tensor: Annotated[Count | Literal["auto"], AfterValidator(_no_encoder_beside)] = 1
     """Ranks that share each layer, for models that are too large without them; see tensor.md. ``auto``: as many as the
     plan says; without a plan 1."""
     partition: Literal["uniform", "parameters"] | list[int] = "parameters"

@@ -71,6 +71,10 @@ def test_section_is_split_from_what_deepspeed_reads(tmp_path):
             {"pipeline": {"num_stages": 0}, "data": {"workers": -1}},
             "^omnibal.data.workers must be .* to 0, got -1; omnibal.pipeline.num_stages must be .* or 'auto', got 0$",
         ),
+        (
+            {"pipeline": {"encoder": "spread", "num_tensor": 2}},
+            "^omnibal.pipeline.num_tensor must be 1 or 'auto' beside omnibal.pipeline.encoder, got 2$",
+        ),
         ({"packing": {"method": "sorted"}}, "omnibal.packing.method.*got 'sorted'"),
         ({"data": {"mixture": {"a": -1}}}, "^omnibal.data.mixture: shares must be at least 0, got a: -1.0$"),
         ({"data": {"mixture": "repeats"}}, "^omnibal.data.mixture must be shares by source, .* got 'repeats'$"),
