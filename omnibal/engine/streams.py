@@ -35,7 +35,7 @@ from omnibal.workspace import Workspace
 class PipelineStreamFeed(StreamFeed):
     """The steps of one rank of a pipeline: the first rank of a replica draws, those of the last stage get labels.
 
-    Sources are the same on all ranks, and divided over the replicas here.
+    Sources are the same on all ranks, and divided over the replicas of the first stage here.
     """
 
     def __init__(
@@ -55,7 +55,9 @@ class PipelineStreamFeed(StreamFeed):
         self._layout, self._place, self._collate, self._pins = layout, place, collate, pin_memory
         self._group: dist.ProcessGroup | None = None
         self._device = get_accelerator().current_device()
-        replica, num_replicas = place.replica, layout.num_replicas
+        # Where the encoder has replicas of its own, these share the packs of a step.
+        num_replicas = layout.shape(0)[0]
+        replica, micro_batches = place.replica % num_replicas, micro_batches * layout.num_replicas // num_replicas
         super().__init__(
             {name: part_of(name, items, replica, num_replicas) for name, items in sources.items()},
             limits,
@@ -106,36 +108,45 @@ class PipelineStreamFeed(StreamFeed):
 
     def received(self, window: PlannedWindow) -> list[Batch]:
         """The packs of this rank in a window, which the rank that draws sends; to the last stage their labels alone."""
-        (stage, replica, tensor), last = self._place, self._layout.num_stages - 1
+        layout, (stage, replica, tensor) = self._layout, self._place
+        last, drawing, training = layout.num_stages - 1, layout.shape(0)[0], layout.num_replicas
         if 0 < stage < last:
             return window.batches
-        # One message for each window and rank: packs, or the labels of all packs, one behind the other. All are in the
-        # thread that plans, and come to the same windows in the same order.
-        others = range(1, self._layout.num_tensor)
-        if stage == 0 and tensor == 0:
-            for other in others:
-                dist.send_object_list([window.batches], self._layout.rank(0, replica, other), self._group)
-            labels = torch.cat([batch["labels"][0] for batch in window.batches])
-            for other in (0, *others) if last else ():
-                dist.send(labels, self._layout.rank(last, replica, other), self._group)
-            return window.batches
-        if stage == 0:
+        # All are in the thread that plans, and come to the same windows in the same order.
+        others = range(1, layout.num_tensor)
+        if stage == 0 and tensor > 0:
             packs: list[Any] = [None]
-            dist.recv_object_list(packs, self._layout.rank(0, replica), self._group)
+            dist.recv_object_list(packs, layout.rank(0, replica), self._group)
             return [self._pinned(batch) for batch in packs[0]]
-        # The loads that all ranks heard say how long each pack's labels are; an empty pack has one token.
-        tokens = window.loads[replica, :, 1].clip(min=1).tolist()
-        labels = torch.empty(sum(tokens), dtype=torch.int64)
-        dist.recv(labels, self._layout.rank(0, replica), self._group)
-        return [self._pinned({"labels": part[None]}) for part in labels.split(tokens)]
+        # Of all packs of a window pack n is drawn by replica n mod drawing, as its pack n // drawing, and trained by
+        # replica n mod training. One message for each window and pair of ranks: all packs, or the labels of the packs
+        # of both, one behind the other.
+        own = range(replica, window.loads.shape[1] * drawing, layout.shape(stage)[0])
+        peers: dict[int, list[int]] = {}
+        for number in own:
+            peers.setdefault(number % (training if stage == 0 else drawing), []).append(number)
+        if stage == 0:
+            for other in others:
+                dist.send_object_list([window.batches], layout.rank(0, replica, other), self._group)
+            for peer, numbers in peers.items() if last else ():
+                labels = torch.cat([window.batches[number // drawing]["labels"][0] for number in numbers])
+                for other in (0, *others):
+                    dist.send(labels, layout.rank(last, peer, other), self._group)
+            return window.batches
+        found: dict[int, Tensor] = {}
+        for peer, numbers in peers.items():
+            # The loads that all ranks heard say how long each pack's labels are; an empty pack has one token.
+            tokens = [max(int(window.loads[peer, number // drawing, 1]), 1) for number in numbers]
+            labels = torch.empty(sum(tokens), dtype=torch.int64)
+            dist.recv(labels, layout.rank(0, peer), self._group)
+            found |= zip(numbers, labels.split(tokens), strict=True)
+        return [self._pinned({"labels": found[number][None]}) for number in own]
 
 
 def stream_loader(
     workspace: Workspace, resolved: ResolvedRun, sources: Any, place: PipelinePosition, reader: PackReader
 ) -> tuple[Plan, Loader]:
     """The plan of a run on streams, and this rank's loader."""
-    if resolved.layout.has_units:
-        raise ConfigError("samples must have lengths() where the encoder has replicas of its own, got a stream")
     section, rules = workspace.section, SampleRules.of(resolved.vlm)
     num_steps, mixture = _checked(section)
     plan = workspace.resolve_plan(resolved.vlm.records, resolved.layout, None)
@@ -153,7 +164,7 @@ def stream_loader(
         seed=section.packing.seed,
         oversized=section.packing.oversized,
     )
-    return plan, Loader(feed, reader)
+    return plan, Loader(feed, reader.of(place, resolved.layout))
 
 
 def _checked(section: OmnibalSection) -> tuple[int, Mixture | None]:

@@ -26,9 +26,11 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def by_rank(model, tmp_path_factory):
-    """Two stages and two replicas; one stage and four, and the encoder on all ranks."""
+    """Two stages and two replicas; one stage and four, and the encoder on all ranks; one encoder and three LLMs."""
     configs = []
-    for num_stages, layout in ((2, {}), (1, {"encoder": "spread"}), (2, {"num_tensor": 2})):
+    for num_stages, layout in (
+        (2, {}), (1, {"encoder": "spread"}), (2, {"num_tensor": 2}), (2, {"encoder": {"num_replicas": 1}}),
+    ):  # fmt: skip
         config = changed(settings(model, num_stages=num_stages), "pipeline", **layout)
         config = changed(config, "packing", method="balanced", vision_units=4, llm_tokens=48)
         config = changed(config, "data", mixture=MIXTURE)
@@ -70,8 +72,19 @@ def test_stages_see_the_same_packs_and_replicas_their_own(by_rank):
     assert shared[0] == shared[1] != shared[2] == shared[3]
 
 
+def test_replicas_of_the_llm_get_the_labels_of_the_packs_that_their_encoder_draws(by_rank):
+    drawn, *trained = (results["resumed"][3]["whole"]["seen"] for results in by_rank)
+    assert len(drawn) == 2 * 3 * LAST_STEP
+    for replica, seen in enumerate(trained):
+        own = drawn[replica::3]
+        assert len(own) == len(seen)
+        for (tokens,), (targets,) in zip(own, seen, strict=True):
+            assert len(tokens) == len(targets)
+            assert all(target in (-100, token) for token, target in zip(tokens, targets, strict=True))
+
+
 def test_shares_are_those_that_were_asked_for_and_known_on_all_ranks(by_rank):
-    for number in (0, 1):
+    for number in (0, 1, 2, 3):
         of_ranks = [results["resumed"][number]["whole"]["shares"] for results in by_rank]
         assert all(shares == of_ranks[0] for shares in of_ranks)
         assert [[asked for asked, _ in step.values()] for step in of_ranks[0]] == [[0.5, 0.2, 0.3]] * LAST_STEP
