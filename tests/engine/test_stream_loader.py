@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from omnibal.cluster import Encoder, Layout
+from omnibal.cluster import Layout
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.engine import streams
 from omnibal.engine.loader import Loader
 from omnibal.engine.samples import SampleRules
 from omnibal.engine.streams import PipelineStreamFeed, checked_sample
-from omnibal.errors import ConfigError, DataError
+from omnibal.errors import DataError
 from omnibal.formats.collate import pack_samples
 from omnibal.vlm import load_model
 from tests.engine.small import PIXEL_SHAPE, small_config
@@ -201,9 +201,3 @@ def test_all_ranks_count_the_samples_over_a_limit_that_the_first_stages_leave_ou
     assert all(found == first for found in others)
     assert [count for epoch, found in first if epoch == 0 for count in found.values()][-1] == 5
     assert [*first[0][1]] == ["drop"]
-
-
-def test_units_read_no_stream():
-    resolved = SimpleNamespace(layout=Layout(num_stages=2, encoder=Encoder(num_stages=1, num_replicas=2)))
-    with pytest.raises(ConfigError, match=r"samples must have lengths\(\) where the encoder has replicas of its own"):
-        streams.stream_loader(None, resolved, [], None, None)
