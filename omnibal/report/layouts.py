@@ -91,7 +91,8 @@ class LayoutReport:
         found += [f"not weighed: {line}" for line in self.not_weighed]
         if self.would_fit:
             ways = ", or ".join(self.would_fit)
-            found.append(f"not in omnibal yet: today's fullest micro-batch would fit with {ways}")
+            lacks = "; omnibal has no sequence parallelism" if "sequence parallelism" in ways else ""
+            found.append(f"today's fullest micro-batch would fit with {ways}{lacks}")
         return found
 
     def _winner_lines(self, winner: WeighedLayout) -> list[str]:

@@ -50,8 +50,8 @@ def test_lines_say_winner_runner_up_and_why():
         "such layout",
         "not weighed: the heads 6, got 4",
         "not weighed: 8 tensor ranks would cross nodes of 4",
-        "not in omnibal yet: today's fullest micro-batch would fit with 2 tensor ranks, or sequence parallelism of "
-        "degree 4",
+        "today's fullest micro-batch would fit with 2 tensor ranks, or sequence parallelism of degree 4; omnibal has no "
+        "sequence parallelism",
     ]
 
 
@@ -84,7 +84,7 @@ def test_where_nothing_fits_every_kind_says_what_it_lacks():
         "cannot be: one pipeline with tensor ranks in its stages: these devices, costs and samples of a step have no "
         "such layout",
         "not weighed: 8 tensor ranks would cross nodes of 4",
-        "not in omnibal yet: today's fullest micro-batch would fit with 2 tensor ranks",
+        "today's fullest micro-batch would fit with 2 tensor ranks",
     ]  # fmt: skip
     record = report.to_record()
     assert {record[name] for name in ("winner", "winner_unhidden", "runner_up", "winner_today")} == {None}
