@@ -156,11 +156,12 @@ class OmnibalEngine(CheckpointedEngine):
         """A loader of held-out samples for ``evaluate``, all ranks together."""
         lengths = rank_zero_first(lambda: checked_lengths(dataset), doing="measures held-out samples", where=self.where)
         layout = self.resolved.layout
+        place = layout.place(self.global_rank)
         sampler = BalancedBatchSampler(
             lengths,
             self.plan.limits,
             num_replicas=layout.num_replicas,
-            rank=layout.place(self.global_rank).replica % layout.num_replicas,  # encoders read by their share alone
+            rank=place.replica % layout.num_replicas,  # encoders read by their share alone
             micro_batches=self.plan.micro_batches,
         )
         return self.loader.over(CheckedSamples(dataset, lengths, SampleRules.of(self.module.vlm)), sampler)

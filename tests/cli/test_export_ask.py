@@ -6,7 +6,7 @@ import torch
 
 from omnibal.config import RunFiles
 from omnibal.engine import checkpoint as checkpoints
-from omnibal.engine.checkpoint import _layer_state, export_newest
+from omnibal.engine.checkpoint import _read_layer, export_newest
 from omnibal.errors import ConfigError
 from omnibal.vlm.answer import Answerer
 
@@ -74,14 +74,14 @@ def test_a_layers_file_that_is_not_whole_is_named(tmp_path):
     file = tmp_path / "layer_02-model_states.pt"
     torch.save({"weight": torch.ones(1000)}, file)
     whole = file.read_bytes()
-    assert _layer_state(tmp_path, 2)["weight"].sum() == 1000
+    assert _read_layer(file)["weight"].sum() == 1000
     for content in (b"", whole[:500], bytes(range(128, 256))):
         file.write_bytes(content)
         with pytest.raises(ConfigError, match=r"layer_02-model_states\.pt must be a whole file of a layer"):
-            _layer_state(tmp_path, 2)
+            _read_layer(file)
     torch.save([1, 2], file)
     with pytest.raises(ConfigError, match=r"must hold a layer.s weights by name, got list"):
-        _layer_state(tmp_path, 2)
+        _read_layer(file)
 
 
 def test_a_model_answers_about_images_and_without(omnibal, demo):

@@ -50,8 +50,8 @@ def test_lines_say_winner_runner_up_and_why():
         "such layout",
         "not weighed: the heads 6, got 4",
         "not weighed: 8 tensor ranks would cross nodes of 4",
-        "today's fullest micro-batch would fit with 2 tensor ranks, or sequence parallelism of degree 4; omnibal has no "
-        "sequence parallelism",
+        "today's fullest micro-batch would fit with 2 tensor ranks, or sequence parallelism of degree 4; omnibal has "
+        "no sequence parallelism",
     ]
 
 
