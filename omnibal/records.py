@@ -93,7 +93,7 @@ def read_record(path: str | Path, kind: type[M], name: str, *, version: int, old
 
     Args:
         path: The file.
-        kind: Its record.
+        kind: The record, a pydantic model or a dataclass, that says what the file may hold.
         name: What errors call it.
         version: That new files have.
         older: Another version that the record reads.

@@ -41,8 +41,6 @@ KINDS: Final[Mapping[Kind, str]] = {
     "units": "ViT and LLM on devices of their own (DistTrain)",
 }
 """From the simplest to adopt to the most complicated one."""
-RUNS_TODAY: Final[tuple[Kind, ...]] = ("zero", "rearranged", "pipeline", "tensor", "spread", "units")
-"""A spread encoder and units run without tensor ranks alone."""
 EQUAL: Final = 0.03
 """Share by which layouts may differ and still count as equally fast: take the simplest of these."""
 MOST_PLACED: Final = 20
@@ -78,9 +76,9 @@ class WeighedLayout:
     @property
     def runs_today(self) -> bool:
         """Whether omnibal can train so; otherwise it can only be weighed."""
-        if self.kind in ("spread", "units") and self.step is not None and self.step.layout.has_tensor_ranks:
-            return False
-        return self.kind in RUNS_TODAY
+        # A spread encoder and units run without tensor ranks alone.
+        of_its_own = self.kind in ("spread", "units")
+        return not (of_its_own and self.step is not None and self.step.layout.has_tensor_ranks)
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,8 @@ def check_packing(
         found = check(model)
     rows = [(leak.module, leak.class_name, leak.kind, f"{leak.error:.1%}") for leak in found.leaks]
     table = [make_table(("module", "class", "what leaks", "changes by"), rows)] if rows else []
-    record = asdict(found) | {"is_exact": found.is_exact, "remedies": found.remedies}
+    record = asdict(found) | {"leaks": [leak._asdict() for leak in found.leaks]}
+    record |= {"is_exact": found.is_exact, "remedies": found.remedies}
     answer(record, f"{folder}: {found.summary}", *table, *found.remedies, as_json=as_json)
     if not found.is_exact:
         raise typer.Exit(1)

@@ -53,7 +53,9 @@ class SampleBounds:
         if positions is None or kwargs.get("use_cache", True) or positions.shape[-2] != 1:
             return
         row = positions.flatten(0, -2)[0]  # of several rows the first is the text's
-        self.of_pack = [*(row == 0).nonzero().flatten().tolist(), len(row)]
+        starts = (row == 0).nonzero().flatten().tolist()
+        if starts[:1] == [0]:
+            self.of_pack = [*starts, len(row)]
 
 
 def _run(forward: Callable[..., Any], bounds: SampleBounds, *args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from inspect import signature
 from typing import Any, Final
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from omnibal.errors import ConfigError
 from omnibal.integrations.leaks import PackingCheck, compare, plain_words
-from omnibal.integrations.packing import PER_IMAGE, Collator, as_one_row, positions_of
+from omnibal.integrations.packing import Collator, PackCollator, arguments_of, as_alone, positions_of
 from omnibal.integrations.rearranging import blank_image, image_tokens
 
 SHAPES: Final = ((1, 11), (0, 14), (2, 5), (0, 8))
@@ -72,17 +71,17 @@ def check_packing(
     if collate is None or items is None:
         samples = made_samples(model)
         alone = [as_alone(sample) for sample in samples]
-        return compare(model, alone, as_pack(model.config, samples), gradients=gradients)
+        return compare(model, alone, as_pack(model, samples), gradients=gradients)
     return compare(model, [collate([item]) for item in items], collate(list(items)), gradients=gradients)
 
 
 def made_samples(model: Any) -> list[dict[str, Tensor]]:
     """Samples of random words, some with random images: by token (tokens,), by image as the model takes them.
 
-    A model whose configuration does not tell what an image looks like gets words alone.
+    A model whose configuration does not tell what an image looks like gets words alone, which `PackingCheck` says.
     """
     generator = torch.Generator().manual_seed(0)
-    words, takes = plain_words(model.config), _arguments(model)
+    words, takes = plain_words(model.config), arguments_of(model) or ()
     try:
         image, token = blank_image(model), _image_token(model.config)
     except (AttributeError, ConfigError):  # a language model, or images of a shape that only a processor knows
@@ -98,31 +97,12 @@ def made_samples(model: Any) -> list[dict[str, Tensor]]:
     return samples
 
 
-def as_alone(sample: Mapping[str, Tensor]) -> dict[str, Any]:
-    """A sample as the model takes it without any packing."""
-    rows = {name: value[None] for name, value in sample.items() if name not in PER_IMAGE}
-    return rows | _joined([sample]) | {"attention_mask": torch.ones_like(rows["input_ids"])}
-
-
-def as_pack(config: Any, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
-    """Samples one after another in one row, with positions that restart, no mask and no cache."""
-    positions = positions_of(config, packed=False)
-    ids = [sample["input_ids"] for sample in samples]
-    placed = [
-        torch.arange(len(own))[None] if positions is None else positions(own, sample)
-        for own, sample in zip(ids, samples, strict=True)
-    ]
-    where = torch.cat(placed, dim=-1)
-    types = {name: torch.cat([sample[name] for sample in samples])[None] for name in TYPES if name in samples[0]}
-    tokens = {"input_ids": torch.cat(ids)[None], "position_ids": where if len(where) == 1 else where[:, None]}
-    # With M-RoPE, positions are given: types of tokens serve to count them only.
-    types = {name: value for name, value in types.items() if positions is None or name != "mm_token_type_ids"}
-    return tokens | types | _joined(samples) | {"use_cache": False}
-
-
-def _arguments(model: Any) -> frozenset[str]:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return frozenset(signature(type(base).forward).parameters)
+def as_pack(model: Any, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
+    """Samples as `PackCollator` packs them, with the types of tokens that the model takes beside positions."""
+    collator = PackCollator(lambda items: items[0], positions_of(model.config, packed=False))
+    pack = collator.pack([{**sample, "labels": sample["input_ids"]} for sample in samples])
+    types = [sample["token_type_ids"] for sample in samples if "token_type_ids" in sample]
+    return pack | ({"token_type_ids": torch.cat(types)[None]} if types else {})
 
 
 def _image_token(config: Any) -> int:
@@ -137,11 +117,6 @@ def _images(image: Mapping[str, Tensor], count: int, generator: torch.Generator)
     fields = {name: torch.cat([value] * count) for name, value in image.items()}
     noise = torch.randn(fields["pixel_values"].shape, generator=generator)
     return fields | {"pixel_values": noise.to(fields["pixel_values"])}
-
-
-def _joined(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    names = [name for name in PER_IMAGE if any(name in sample for sample in samples)]
-    return as_one_row({name: torch.cat([sample[name] for sample in samples if name in sample]) for name in names})
 
 
 def small_config(config: Any) -> Any:

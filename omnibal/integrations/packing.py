@@ -205,7 +205,7 @@ class PackCollator(SampleCollator):
         if self.num_positions > 1:
             positions = positions[:, None]
         # No mask and no cache: with one of them transformers' attention ignores that positions restart.
-        return tokens | _images(samples) | {"position_ids": positions, "use_cache": False}
+        return tokens | joined_images(samples) | {"position_ids": positions, "use_cache": False}
 
     def loads(self, sample: Mapping[str, Tensor]) -> Loads:
         vision_units = len(sample["pixel_values"]) if "pixel_values" in sample else 0
@@ -230,7 +230,8 @@ def unpadded_images(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {"pixel_values": tiles[real], "pixel_attention_mask": mask[real]}
 
 
-def _images(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def joined_images(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The images of all samples as the model takes them."""
     names = [name for name in PER_IMAGE if any(name in sample for sample in samples)]
     return as_one_row({name: torch.cat([sample[name] for sample in samples if name in sample]) for name in names})
 
@@ -259,7 +260,7 @@ def check_packed(
     same items at the same time. ``rounded``: it computes in 16 bits whatever its logits come in, as under autocast.
     """
     samples = [collator.sample(item) for item in items]
-    alone, packed = [_plain(sample) for sample in samples], collator.pack(samples)
+    alone, packed = [as_alone(sample) for sample in samples], collator.pack(samples)
     check = partial(compare, model, alone, packed, device=device, rounded=rounded, isolation=False)
     found = check()
     if found.leaks and {leak.kind for leak in found.leaks} <= KINDS:
@@ -285,7 +286,7 @@ def _text(items: list[list[int]]) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def _plain(sample: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The sample as the model takes it without any packing."""
-    rows = {name: value[None] for name, value in sample.items() if name in PER_TOKEN}
-    return rows | _images([sample]) | {"attention_mask": torch.ones_like(rows["input_ids"])}
+def as_alone(sample: Mapping[str, Tensor]) -> dict[str, Any]:
+    """A sample as the model takes it without any packing."""
+    rows = {name: value[None] for name, value in sample.items() if name not in PER_IMAGE}
+    return rows | joined_images([sample]) | {"attention_mask": torch.ones_like(rows["input_ids"])}

@@ -87,7 +87,7 @@ class StepModel:
         return max(busy, fmean(problem.lower_bound_seconds for problem in self.steps))
 
     def with_budgets(self, budgets: tuple[int, ...]) -> StepModel:
-        """The same step within other budgets."""
+        """A model of this step whose devices may hold other numbers of bytes."""
         return StepModel(self.profile, self.packing, self.layout, self.request, self.schedule_name, budgets)
 
     def plan(self, boundaries: Boundaries) -> Plan:

@@ -33,7 +33,7 @@ def analytic_profile(
     Args:
         records: The model's layers.
         device: What they run on.
-        dtype: Of the forward pass.
+        dtype: Precision of the forward pass.
         tensor_parallel: Devices of one node that share each layer, as Megatron-LM splits it: one number, or one each of
             ``"vision"`` (the projector with it) and ``"language"``.
         sequence_parallel: Whether these devices also share the tokens of what is not split, norms and residuals

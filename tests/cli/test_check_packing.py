@@ -12,7 +12,7 @@ def test_a_folder_without_weights_is_checked(omnibal, tmp_path, family, kind):
     models.small_config(family).save_pretrained(tmp_path)
     result = omnibal("check-packing", tmp_path, "--json", exit_code=int(kind is not None))
     found = json.loads(result.stdout)
-    assert {leak[2] for leak in found["leaks"]} == {kind} - {None}
+    assert {leak["kind"] for leak in found["leaks"]} == {kind} - {None}
     assert found["is_exact"] == (kind is None)
 
 

@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Llam
 import omnibal
 from omnibal.errors import ConfigError
 from omnibal.integrations.by_sample import run_by_sample
-from omnibal.integrations.checking import as_alone, as_pack, check_packing, made_samples, small_config
+from omnibal.integrations.checking import as_pack, check_packing, made_samples, small_config
 from omnibal.integrations.leaks import compare
-from omnibal.integrations.packing import FAMILIES, check_packed, two_texts
+from omnibal.integrations.packing import FAMILIES, as_alone, check_packed, two_texts
 from tests.families import models
 
 # What lets something across in families that are not known to pack.
@@ -43,6 +43,7 @@ def test_exact_packs_are_proved(family):
     found = check_packing(model_of(family))
     assert found.is_exact
     assert found.leaks == ()
+    assert found.has_images
     assert 0 < found.logits_error < 1e-5
     assert 0 < found.gradients_error < 1e-3
     found.require()
@@ -169,7 +170,18 @@ def test_a_check_changes_nothing():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_16_bits_hide_no_leak():
+@pytest.mark.parametrize("share", [0.3, 0.1, 0.03])
+def test_16_bits_hide_no_small_leak_and_no_other_module_is_named(share):
+    class Mean(nn.Module):
+        def forward(self, hidden):
+            return hidden + share * hidden.mean(dim=1, keepdim=True)
+
+    model = llama().bfloat16()
+    model.model.layers[1].input_layernorm = nn.Sequential(model.model.layers[1].input_layernorm, Mean())
+    assert [leak.class_name for leak in check_packing(model, gradients=False).leaks] == ["Mean"]
+
+
+def test_16_bits_hide_no_leak_of_a_state():
     model = model_of("qwen3_5").bfloat16()
     assert {leak.kind for leak in check_packing(model, gradients=False).leaks} == {"recurrent state"}
     assert check_packing(model_of("qwen3_vl").bfloat16(), gradients=False).is_exact
@@ -188,7 +200,7 @@ def test_layers_with_a_state_run_sample_by_sample():
     leaks = check_packing(model).leaks
     run_by_sample(model, leaks)
     assert check_packing(model).is_exact
-    pack = as_pack(model.config, samples)
+    pack = as_pack(model, samples)
     with torch.no_grad():  # whatever is no pack runs as before: rows with padding, and generation with its cache
         padded = model(**as_alone(samples[1]))["logits"]
         model(**pack)
@@ -213,5 +225,5 @@ def test_samples_differ_in_what_they_hold():
     samples = made_samples(model)
     assert [len(sample.get("image_grid_thw", ())) for sample in samples] == [1, 0, 2, 0]
     assert len({len(sample["input_ids"]) for sample in samples}) == len(samples)
-    found = compare(model, [*map(as_alone, samples)], as_pack(model.config, samples))
+    found = compare(model, [*map(as_alone, samples)], as_pack(model, samples))
     assert found.gradients_error is None
