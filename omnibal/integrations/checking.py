@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from omnibal.errors import ConfigError
+from omnibal.integrations.apart import TYPES
 from omnibal.integrations.leaks import PackingCheck, compare, plain_words
 from omnibal.integrations.packing import Collator, PackCollator, arguments_of, as_alone, positions_of
 from omnibal.integrations.rearranging import blank_image, image_tokens
@@ -30,8 +31,6 @@ LARGE: Final = {
     "num_experts_per_tok": 2,
 }  # fmt: skip
 """Numbers of a part that a small model may have at most."""
-TYPES: Final = ("mm_token_type_ids", "token_type_ids")
-"""Fields that tell a model which tokens are of images."""
 
 
 def check_packing(
@@ -98,11 +97,9 @@ def made_samples(model: Any) -> list[dict[str, Tensor]]:
 
 
 def as_pack(model: Any, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
-    """Samples as `PackCollator` packs them, with the types of tokens that the model takes beside positions."""
+    """Samples as `PackCollator` packs them."""
     collator = PackCollator(lambda items: items[0], positions_of(model.config, packed=False))
-    pack = collator.pack([{**sample, "labels": sample["input_ids"]} for sample in samples])
-    types = [sample["token_type_ids"] for sample in samples if "token_type_ids" in sample]
-    return pack | ({"token_type_ids": torch.cat(types)[None]} if types else {})
+    return collator.pack([{**sample, "labels": sample["input_ids"]} for sample in samples])
 
 
 def _image_token(config: Any) -> int:

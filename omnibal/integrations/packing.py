@@ -5,35 +5,45 @@ even of ones, or with the cache that is the default, samples see each other with
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from types import MappingProxyType
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError, DataError
 from omnibal.formats.collate import IGNORED, Positions, mrope_positions
-from omnibal.integrations.by_sample import KINDS, run_by_sample
+from omnibal.integrations.apart import KINDS, TYPES, StatefulLayers, mask_images
 from omnibal.integrations.leaks import compare
 from omnibal.integrations.loading import Loads, PackItems, PlannedLoads
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 
-ONE_ROW: Final = ("internvl", "llava", "llava_next", "llava_onevision", "idefics3", "smolvlm", "aya_vision")
+ONE_ROW: Final = (
+    *("internvl", "llava", "llava_next", "llava_onevision", "idefics3", "smolvlm", "aya_vision", "gemma3", "gemma4"),
+    *("lfm2_vl", "mistral3"),
+)
 FOUR_ROWS: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v")
-STATEFUL: Final = ("qwen3_5",)
-"""Families with layers that carry a state along a row: `check_packed` lets them run sample by sample."""
+STATEFUL: Final = ("qwen3_5", "lfm2_vl")
+"""Families with layers that carry a state along a row: `check_packed` lets them keep samples apart."""
 FAMILIES: Final[Mapping[str, bool]] = MappingProxyType(dict.fromkeys(ONE_ROW, False) | dict.fromkeys(FOUR_ROWS, True))
 """Model types that pack, and whether their positions have three rows (time, height, width) beside the text's."""
-PER_TOKEN: Final = ("input_ids", "labels", "mm_token_type_ids")
+PER_TOKEN: Final = ("input_ids", "labels", *TYPES)
 PER_IMAGE: Final = (
     *("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images", "pixel_attention_mask"),
-    "spatial_shapes",
+    *("spatial_shapes", "image_position_ids"),
 )
+SIZED: Final = frozenset({"image_sizes", "pixel_attention_mask"})
+"""Tensors that tell how much of an image is real: beside them smaller images may be padded to the largest."""
+
+Shape = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of one row of an image's tensor: a tile, a patch, an image."""
+Shapes = dict[str, Shape]
 WHY_LEFT_OUT: Final = MappingProxyType(
     {"position_ids": "packs count positions themselves"}
     | dict.fromkeys(("pixel_values_videos", "video_grid_thw"), "packs hold images and text")
@@ -68,13 +78,14 @@ def refuse_missing(fields: Mapping[str, Any], arguments: frozenset[str] | None) 
     for name, remedy in (("input_ids", ""), ("labels", "; labels are input_ids, with -100 where nothing is learned")):
         if name not in fields:
             raise DataError(f"data_collator must give {name}, got only {', '.join(map(str, fields))}{remedy}")
-    # Without token types, transformers 5.23 counts the positions of images as those of text: for Qwen2.5-VL silently.
-    wants_types = arguments is not None and "mm_token_type_ids" in arguments and "image_grid_thw" in fields
-    if wants_types and not {"mm_token_type_ids", "position_ids"} & fields.keys():
+    # Without token types, transformers 5.23 counts the positions of images as those of text, for Qwen2.5-VL silently,
+    # and Gemma sees an image's tokens one after another.
+    types = next((name for name in TYPES if arguments is not None and name in arguments), None)
+    if types is not None and "pixel_values" in fields and not {types, "position_ids"} & fields.keys():
         raise DataError(
-            f"data_collator must give mm_token_type_ids beside images, got only {', '.join(map(str, fields))}; without "
-            "it transformers counts image tokens' positions in one row, in plain training too: take what the processor "
-            'returns, or batch["mm_token_type_ids"] = (batch["input_ids"] == model.config.image_token_id).long()'
+            f"data_collator must give {types} beside images, got only {', '.join(map(str, fields))}; without "
+            "it transformers takes image tokens for text, in plain training too: take what the processor "
+            f'returns, or batch["{types}"] = (batch["input_ids"] == model.config.image_token_id).long()'
         )
 
 
@@ -144,9 +155,6 @@ class PackCollator(SampleCollator):
         arguments: Names that the model takes: tensors under other names are dropped, as the model would ignore them.
     """
 
-    per_token: ClassVar[tuple[str, ...]] = PER_TOKEN
-    """Fields of each token that the host's collator may give."""
-
     def __init__(
         self,
         collate: Collator,
@@ -166,14 +174,14 @@ class PackCollator(SampleCollator):
         fields = {name: value for name, value in fields.items() if value is not None}
         fields = {name: value for name, value in fields.items() if not self._is_idle(name, value)}
         refuse_missing(fields, self._arguments)
-        surplus = sorted(set(fields) - {*self.per_token, *PER_IMAGE})
+        surplus = sorted(set(fields) - {*PER_TOKEN, *PER_IMAGE})
         if surplus:
             why = "; ".join(f"{name}: {WHY_LEFT_OUT[name]}" for name in surplus if name in WHY_LEFT_OUT)
             raise DataError(
                 f"data_collator must leave out {', '.join(surplus)} to train on packs{f' ({why})' if why else ''}, got "
                 f"{', '.join(map(str, fields))}; padded=True trains on its own batches"
             )
-        for name in self.per_token:
+        for name in PER_TOKEN:
             if name in fields:
                 fields[name] = fields[name][0] if mask is None else fields[name][0][mask[0].bool()]
         fields |= unpadded_images(fields)
@@ -183,7 +191,7 @@ class PackCollator(SampleCollator):
 
     def _is_idle(self, name: str, value: Any) -> bool:
         """Whether the model ignores a field: a note of the dataset, such as the name or index of a sample."""
-        if name in {*self.per_token, *PER_IMAGE, *WHY_LEFT_OUT}:
+        if name not in TYPES and name in {*PER_TOKEN, *PER_IMAGE, *WHY_LEFT_OUT}:
             return False
         return not isinstance(value, Tensor) or (self._arguments is not None and name not in self._arguments)
 
@@ -200,7 +208,9 @@ class PackCollator(SampleCollator):
     def pack(self, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
         """The arguments of the model's forward pass: tokens one after another, (1, tokens), and so images."""
         placed = [self.positions(sample) for sample in samples]
-        tokens = {name: torch.cat([sample[name] for sample in samples])[None] for name in ("input_ids", "labels")}
+        # Where positions have several rows, they say all that types do.
+        names = ["input_ids", "labels", *(name for name in TYPES if self.num_positions == 1 and name in samples[0])]
+        tokens = {name: torch.cat([sample[name] for sample in samples])[None] for name in names}
         positions = torch.cat(placed, dim=-1)
         if self.num_positions > 1:
             positions = positions[:, None]
@@ -232,8 +242,45 @@ def unpadded_images(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def joined_images(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """The images of all samples as the model takes them."""
-    names = [name for name in PER_IMAGE if any(name in sample for sample in samples)]
-    return as_one_row({name: torch.cat([sample[name] for sample in samples if name in sample]) for name in names})
+    return as_one_row(images_of(samples, rows_of_images(samples)))
+
+
+def images_of(samples: Sequence[Mapping[str, Tensor]], shapes: Shapes) -> dict[str, Tensor]:
+    """The images of samples, one after another; ``shapes`` names the tensors and their largest rows."""
+    images = {}
+    for name, (shape, dtype) in shapes.items():
+        rows = [_padded(sample[name], shape) for sample in samples if name in sample]
+        images[name] = torch.cat([torch.empty((0, *shape), dtype=dtype), *rows])
+    return images
+
+
+def _padded(rows: Tensor, shape: Sequence[int]) -> Tensor:
+    """Rows with zeros behind, in the given shape of a row."""
+    behind = [most - size for most, size in zip(shape, rows.shape[1:], strict=True)]
+    return pad(rows, [amount for size in reversed(behind) for amount in (0, size)])
+
+
+def rows_of_images(samples: Iterable[Mapping[str, Tensor]]) -> Shapes:
+    """The largest row of each tensor of a rank's images; DataError where rows are unlike each other."""
+    return largest_rows(
+        ("", name, (tuple(of[name].shape[1:]), of[name].dtype)) for of in samples for name in PER_IMAGE if name in of
+    )
+
+
+def largest_rows(rows: Iterable[tuple[str, str, Shape]]) -> Shapes:
+    """The largest row of each tensor, of rows that are (beginning of a message, name of the tensor, shape).
+
+    Images may differ where ``SIZED`` tells how much of an image is real; a DataError names others.
+    """
+    rows, found = [*rows], dict[str, Shape]()
+    may_differ = any(name in SIZED for _, name, _ in rows)
+    for where, name, (shape, dtype) in rows:
+        most, kind = found.setdefault(name, (shape, dtype))
+        if (len(most), kind) != (len(shape), dtype) or (most != shape and not may_differ):
+            got = f"{most} of {kind}, got {shape} of {dtype}"
+            raise DataError(f"{where}rows of {name} must be alike in all samples, {got}")
+        found[name] = tuple(map(max, most, shape)), kind
+    return found
 
 
 def as_one_row(images: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -254,7 +301,7 @@ def check_packed(
 ) -> None:
     """Check that a pack gives each sample the logits that it gets alone.
 
-    Layers whose state would go on from sample to sample run sample by sample from then on.
+    From then on, layers that would let a state or an image across keep samples apart.
 
     The model is wrapped if it is trained so: where layers gather their weights from other ranks, all ranks check the
     same items at the same time. ``rounded``: it computes in 16 bits whatever its logits come in, as under autocast.
@@ -262,10 +309,14 @@ def check_packed(
     samples = [collator.sample(item) for item in items]
     alone, packed = [as_alone(sample) for sample in samples], collator.pack(samples)
     check = partial(compare, model, alone, packed, device=device, rounded=rounded, isolation=False)
+    mask_images(model)
     found = check()
     if found.leaks and {leak.kind for leak in found.leaks} <= KINDS:
-        run_by_sample(model, found.leaks)
-        found = check()
+        layers = StatefulLayers(model, found.leaks)
+        found = check(isolation=True)
+        if layers.by_kernels and not found.is_exact:
+            layers.by_kernels = False
+            found = check()
     if not found.is_exact:
         raise ConfigError(
             f"packed samples must get the logits that they get alone, got {found.errors}, through {found.through}; "

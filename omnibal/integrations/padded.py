@@ -18,7 +18,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.formats.collate import IGNORED
 from omnibal.integrations.loading import Loads, PackItems, PackSampler, PlannedLoads
-from omnibal.integrations.packing import PER_TOKEN, Collator, PackCollator, refuse_missing, unpadded_images
+from omnibal.integrations.packing import Collator, PackCollator, refuse_missing, unpadded_images
 
 PLANNED_SHARE: Final = 0.75
 """Share of the limits that packs are planned with: the rest is for padding, and for what sorting leaves uneven.
@@ -158,10 +158,8 @@ class PaddedCollator:
 class RowCollator(PackCollator):
     """Samples one by one, to become rows of a batch that is padded behind: for models that cannot pack.
 
-    ``positions`` is what ``positions_of(config, packed=False)`` gives; the host's collator may give ``token_type_ids``.
+    ``positions`` is what ``positions_of(config, packed=False)`` gives.
     """
-
-    per_token = (*PER_TOKEN, "token_type_ids")
 
     @property
     def num_positions(self) -> int:

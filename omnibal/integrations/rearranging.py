@@ -23,6 +23,7 @@ from omnibal.dispatch.exchange import exchange
 from omnibal.dispatch.step_plan import StepPlan
 from omnibal.errors import ConfigError
 from omnibal.formats.collate import IGNORED
+from omnibal.integrations.apart import TYPES, mask_images
 from omnibal.integrations.losses import loss_per_target
 from omnibal.integrations.packing import STATEFUL, as_one_row, check_packed, two_texts
 from omnibal.ranks import Meeting, failures_reach_all_ranks
@@ -74,8 +75,8 @@ class Drawn:
     """A rank's samples of a micro-batch, as ``RearrangingLoader`` hands them to ``RearrangedModel``."""
 
     tokens: Tensor
-    """Columns of ids, labels and positions of all tokens, sample after sample, (tokens, 2 + rows of positions); where
-    samples become padded rows, a column of token types stands before the positions."""
+    """Columns of ids, labels, types and positions of all tokens, sample after sample, (tokens, 3 + rows of
+    positions)."""
     images: Mapping[str, Tensor]
     """Tensors of images, sample after sample, under the same names on all ranks: with no rows on a rank without images;
     empty where no rank has any. ``plan.sizes`` has each sample's rows by the same names."""
@@ -117,7 +118,8 @@ class RearrangedModel(nn.Module):
         self._phases = Phases(model, model, group, blank)
         config: Any = model.config
         if config.model_type in STATEFUL:
-            check_packed(model, *two_texts(config))  # makes layers run sample by sample
+            check_packed(model, *two_texts(config))  # makes layers keep samples apart
+        mask_images(model)
 
     def forward(self, drawn: Drawn) -> Tensor:
         """This rank's part of the loss, () times the number of ranks: frameworks average gradients over ranks.
@@ -198,7 +200,7 @@ class Phases:
         if len(tokens) == 0:  # no sample came here: one token that predicts nothing
             tokens, sizes = tokens.new_zeros((1, tokens.shape[1])), np.ones(1, dtype=np.int64)
             tokens[:, 1] = IGNORED
-        arguments, labels = self._rows(tokens, sizes) if plan.costs.padded else _pack(tokens)
+        arguments, labels = self._rows(tokens, sizes) if plan.costs.padded else self._pack(tokens)
         if len(features["features"]):
             encoded: list[Any] = [[value] if self._listed else value for value in features.values()]
             whole, *deep = encoded
@@ -218,25 +220,31 @@ class Phases:
         mask = torch.arange(rows.shape[1], device=rows.device) < torch.tensor(sizes, device=rows.device)[:, None]
         ids, labels, types, *positions = rows.unbind(dim=-1)
         arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask.long(), "use_cache": False}
-        if "token_type_ids" in signature(self.model.forward).parameters:
-            arguments["token_type_ids"] = types
+        arguments |= self._named(types)
         if positions:
             arguments["position_ids"] = torch.stack(positions)
         return arguments, labels.masked_fill(~mask, IGNORED)
 
+    def _pack(self, tokens: Tensor) -> tuple[dict[str, Any], Tensor]:
+        """Samples one after another in one row, and the labels of the row."""
+        ids, labels, types, *positions = tokens.T
+        arguments: dict[str, Any] = {"input_ids": ids[None], "use_cache": False}
+        if len(positions) > 1:  # these say all that types do
+            return arguments | {"position_ids": torch.stack(positions)[:, None]}, labels[None]
+        return arguments | {"position_ids": positions[0][None]} | self._named(types[None]), labels[None]
 
-def _pack(tokens: Tensor) -> tuple[dict[str, Any], Tensor]:
-    """Samples one after another in one row, and the labels of the row."""
-    ids, labels, *positions = tokens.T
-    where = torch.stack(positions)[:, None] if len(positions) > 1 else positions[0][None]
-    return {"input_ids": ids[None], "position_ids": where, "use_cache": False}, labels[None]
+    def _named(self, types: Tensor) -> dict[str, Tensor]:
+        """Types of tokens under the name that the model takes, if it takes any."""
+        takes = signature(self.model.forward).parameters
+        return {name: types for name in TYPES if name in takes}
 
 
 def blank_image(model: Any) -> dict[str, Tensor]:
     """A small image as a model's encoder takes it, in the precision of its weights."""
     takes = _taken_of_images(model)
     try:
-        blank = _blank_patches(model) if "image_grid_thw" in takes else _blank_tiles(model, takes)
+        kinds = {"image_grid_thw": _blank_patches, "image_position_ids": _blank_places}
+        blank = next((kinds[name] for name in kinds if name in takes), _blank_tiles)(model)
     except AttributeError:
         blank = {}
     needed = [name for name, parameter in takes.items() if parameter.default is parameter.empty]
@@ -273,8 +281,17 @@ def _blank_patches(model: Any) -> dict[str, Tensor]:
     return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])}
 
 
-def _blank_tiles(model: Any, takes: Mapping[str, Parameter]) -> dict[str, Tensor]:
+def _blank_places(model: Any) -> dict[str, Tensor]:
+    """A blank image for encoders that are told where each patch is: as many patches as make two by two tokens."""
+    vision = model.config.vision_config
+    places = torch.cartesian_prod(*2 * [torch.arange(2 * vision.pooling_kernel_size)])[None]
+    pixels = torch.ones((1, places.shape[1], 3 * vision.patch_size**2), dtype=_place(model)[1])
+    return {"pixel_values": pixels, "image_position_ids": places}
+
+
+def _blank_tiles(model: Any) -> dict[str, Tensor]:
     """A blank image of one tile; for models that see a grid of tiles beside the whole, the smallest grid."""
+    takes = _taken_of_images(model)
     config, vision, tiles = model.config, model.config.vision_config, 1
     # Pixtral takes images of any size: two by two tokens, for Mistral3 cannot encode a single one.
     native = hasattr(config, "spatial_merge_size")

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
 from omnibal.advise.wait import phase_costs
 from omnibal.cost import CostModel, IntArray
@@ -20,7 +19,15 @@ from omnibal.dispatch.step_plan import COLUMNS, Costs, Link, StepPlan, plan_step
 from omnibal.errors import ConfigError, DataError, said
 from omnibal.feeds.feed import ahead
 from omnibal.formats.collate import IGNORED
-from omnibal.integrations.packing import PER_IMAGE, PackCollator
+from omnibal.integrations.apart import TYPES
+from omnibal.integrations.packing import (
+    PER_IMAGE,
+    PackCollator,
+    Shapes,
+    images_of,
+    largest_rows,
+    rows_of_images,
+)
 from omnibal.integrations.padded import RowCollator
 from omnibal.integrations.rearranging import Drawn, StepCheck, blank_image
 from omnibal.integrations.trainer_steps import counted_profile
@@ -30,13 +37,6 @@ from omnibal.ranks import Meeting, gather, new_gloo_group
 AHEAD: Final = 2  # steps that are drawn and planned before they are wanted
 TOLD: Final = (*COLUMNS, *PER_IMAGE)
 """What ranks tell each other of a sample: the columns of a plan, and the rows of each tensor of its images."""
-SIZED: Final = frozenset({"image_sizes", "pixel_attention_mask"})
-"""Tensors that tell how much of an image is real: beside them smaller images may be padded to the largest."""
-
-Shape = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of one row of an image's tensor: a tile, a patch, an image."""
-Shapes = dict[str, Shape]
-
 MEASURED_BYTES: Final = 2**24  # that each rank sends to measure the link: some ten images
 RUNS: Final = 4  # exchanges that are timed: the fastest counts, since the first ones connect the ranks
 
@@ -174,7 +174,7 @@ class RearrangingLoader:
         read, tokens = read + [[]] * missing, tokens + [self._tokens([])] * missing
         drawn = []
         for batch, (of_samples, samples, ranks) in enumerate(zip(tokens, read, per_batch, strict=True)):
-            images, plan = _images_of(samples, shapes), self._plan(ranks, total)
+            images, plan = images_of(samples, shapes), self._plan(ranks, total)
             check = StepCheck(self._meeting, (iteration, number, batch), plan.digest)
             drawn.append(
                 Drawn(_pinned(of_samples), {name: _pinned(rows) for name, rows in images.items()}, plan, check)
@@ -227,56 +227,17 @@ class RearrangingLoader:
 
     def _tokens(self, samples: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """``Drawn.tokens`` of samples."""
-        padded = self._costs.padded
-        tokens = [torch.empty((0, 2 + padded + self._collator.num_positions), dtype=torch.int64)]
+        tokens = [torch.empty((0, 3 + self._collator.num_positions), dtype=torch.int64)]
         for sample in samples:
             ids = sample["input_ids"]
-            types = [sample.get("token_type_ids", torch.zeros_like(ids))] if padded else []
-            tokens.append(torch.stack([ids, sample["labels"], *types, *self._collator.positions(sample)], dim=1))
+            types = next((sample[name] for name in TYPES if name in sample), torch.zeros_like(ids))
+            tokens.append(torch.stack([ids, sample["labels"], types, *self._collator.positions(sample)], dim=1))
         return torch.cat(tokens)
-
-
-def _images_of(samples: Sequence[Mapping[str, Tensor]], shapes: Shapes) -> dict[str, Tensor]:
-    """``Drawn.images`` of this rank's samples; ``shapes`` names the tensors that any rank has."""
-    images = {}
-    for name, (shape, dtype) in shapes.items():
-        rows = [_padded(sample[name], shape) for sample in samples if name in sample]
-        images[name] = torch.cat([torch.empty((0, *shape), dtype=dtype), *rows])
-    return images
 
 
 def _pinned(tensor: Tensor) -> Tensor:
     # From pinned memory a GPU copies while the processor goes on.
     return tensor.pin_memory() if torch.cuda.is_available() else tensor
-
-
-def _padded(rows: Tensor, shape: Sequence[int]) -> Tensor:
-    """Rows with zeros behind, in the given shape of a row."""
-    behind = [most - size for most, size in zip(shape, rows.shape[1:], strict=True)]
-    return pad(rows, [amount for size in reversed(behind) for amount in (0, size)])
-
-
-def rows_of_images(samples: Iterable[Mapping[str, Tensor]]) -> Shapes:
-    """The largest row of each tensor of a rank's images; DataError where rows are unlike each other."""
-    return largest_rows(
-        ("", name, (tuple(of[name].shape[1:]), of[name].dtype)) for of in samples for name in PER_IMAGE if name in of
-    )
-
-
-def largest_rows(rows: Iterable[tuple[str, str, Shape]]) -> Shapes:
-    """The largest row of each tensor, of rows that are (beginning of a message, name of the tensor, shape).
-
-    Images may differ where ``SIZED`` tells how much of an image is real; a DataError names others.
-    """
-    rows, found = [*rows], dict[str, Shape]()
-    may_differ = any(name in SIZED for _, name, _ in rows)
-    for where, name, (shape, dtype) in rows:
-        most, kind = found.setdefault(name, (shape, dtype))
-        if (len(most), kind) != (len(shape), dtype) or (most != shape and not may_differ):
-            got = f"{most} of {kind}, got {shape} of {dtype}"
-            raise DataError(f"{where}rows of {name} must be alike in all samples, {got}")
-        found[name] = tuple(map(max, most, shape)), kind
-    return found
 
 
 def counted_costs(

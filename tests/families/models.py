@@ -11,6 +11,7 @@ from transformers import (
     AyaVisionConfig,
     DeepseekVLConfig,
     Gemma3Config,
+    Gemma4Config,
     Glm4vConfig,
     Idefics3Config,
     InternVLConfig,
@@ -117,12 +118,22 @@ HEADLESS = {"model_type": "siglip_vision_model", "vision_use_head": False}
 ROPE = {"rope_parameters": MROPE["rope_parameters"] | {"rope_theta": 1e4}}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+PATCHES = {name: TOWER[name] for name in TOWER if name != "image_size"}
 LFM = {"model_type": "lfm2", "full_attn_idxs": [1], "block_auto_adjust_ff_dim": False}
 PIXTRAL = {"model_type": "pixtral", "image_size": 64, "head_dim": 8}
 DROPPED_IN = {
     "idefics3": (Idefics3Config, SQUARE, {"model_type": "llama"}, {"scale_factor": 2}),
     "smolvlm": (SmolVLMConfig, SQUARE, {"model_type": "llama"}, {"scale_factor": 2}),
-    "gemma3": (Gemma3Config, SQUARE | {"vision_use_head": False}, {}, {"mm_tokens_per_image": 4}),
+    "gemma3": (
+        Gemma3Config, SQUARE | {"vision_use_head": False}, {"sliding_window": 6}, {"mm_tokens_per_image": 4}
+    ),
+    "gemma4": (
+        Gemma4Config,
+        {"pooling_kernel_size": 2, "num_key_value_heads": 4, "head_dim": 8, "position_embedding_size": 64} | PATCHES,
+        {"use_bidirectional_attention": "vision", "sliding_window": 6, "hidden_size_per_layer_input": 4}
+        | {"vocab_size_per_layer_input": 640, "global_head_dim": 8, "pad_token_id": 0},
+        {"audio_config": None},
+    ),
     "paligemma": (
         PaliGemmaConfig, SQUARE | HEADLESS | {"projection_dim": 24}, {"model_type": "gemma"}, {"projection_dim": 24}
     ),
@@ -147,7 +158,7 @@ def small_config(model_type, *, image_token_id=600, text_tied=False, vision=None
     config_class, own_vision, own_text, further = (CONFIGS | DROPPED_IN)[model_type]
     tied = {"tie_word_embeddings": text_tied} if model_type in CONFIGS else UNNAMED
     # Classes write their defaults into what they are given: the next family's configuration must not find them there.
-    vision, text = deepcopy((own_vision | (vision or {}), TEXT | own_text | tied | (text or {})))
+    vision, text = deepcopy((own_vision | (vision or {}), TEXT | tied | own_text | (text or {})))
     token = {"image_token_index" if model_type in IMAGE_TOKEN_INDEX else "image_token_id": image_token_id}
     return config_class(vision_config=vision, text_config=text, **further | token | options)
 

@@ -12,10 +12,8 @@ from tests.vlm.families import IMAGE_TOKEN, family_samples
 
 TILED = ("idefics3", "smolvlm")
 """Families that pack, and that a pipeline does not know."""
-UNPACKED = ("gemma3", "paligemma")
+UNPACKED = ("paligemma",)
 """Families whose attention cannot be packed."""
-FOREIGN = ("lfm2_vl", "mistral3")
-"""Families that nobody but ``test_rearranging`` has tried, on padded rows."""
 PADDED = ("llava_next", "llava_onevision")
 TILE, TOKENS_PER_TILE = 16, 4
 
@@ -53,7 +51,7 @@ def items_of(model_type):
             return [item | {"pixel_values": by_row(item["pixel_values"])} for item in _tiled_items(TOKENS_PER_TILE)]
         case "gemma3" | "aya_vision":
             return _tiled_items(TOKENS_PER_TILE)
-        case "lfm2_vl" | "mistral3":
+        case "lfm2_vl" | "mistral3" | "gemma4":
             return _sized_items(model_type)
         case "paligemma":
             return _tiled_items(TILE, most=1)
@@ -116,6 +114,10 @@ def _sized_image(model_type, rows, columns, generator):
             "image_sizes": torch.tensor([size]),
         }
     patches, most = 4 * rows * columns, 64
+    if model_type == "gemma4":
+        places = torch.full((1, most, 2), -1)
+        places[0, :patches] = torch.cartesian_prod(torch.arange(2 * columns), torch.arange(2 * rows))
+        return {"pixel_values": torch.rand(1, most, 3 * PATCH**2, generator=generator), "image_position_ids": places}
     real = (torch.arange(most) < patches).long()[None]
     pixels = torch.randn(1, most, 3 * PATCH**2, generator=generator) * real[..., None]
     shape = torch.tensor([[2 * rows, 2 * columns]])
@@ -126,7 +128,7 @@ class Collate:
     """Pads to a multiple of eight, as many collators do."""
 
     def __init__(self, model_type):
-        self.model_type, self.with_types = model_type, "qwen" in model_type or model_type == "glm4v"
+        self.model_type, self.with_types = model_type, "qwen" in model_type or model_type in ("glm4v", "gemma4")
 
     def __call__(self, items):
         longest = -max(len(item["input_ids"]) for item in items) // 8 * -8
@@ -174,6 +176,6 @@ def collated_backward(model, samples, model_type):
     batches = [dict(Collate(model_type)([sample])) for sample in samples]
     labels = [batch.pop("labels") for batch in batches]
     total = sum(int((row[:, 1:] != -100).sum()) for row in labels)
-    losses = [loss_per_target(model(**batch), row, total) for batch, row in zip(batches, labels, strict=True)]
+    losses = [loss_per_target(model(**batch, use_cache=False), row, total) for batch, row in zip(batches, labels, strict=True)]
     sum(losses).backward()
     return sum(losses).detach()

@@ -10,8 +10,8 @@ from omnibal.integrations.loading import PackItems
 from omnibal.integrations.losses import loss_per_target
 from omnibal.integrations.packing import FAMILIES, PackCollator, arguments_of, check_packed, positions_of
 from omnibal.integrations.padded import PaddedCollator
-from tests.integrations.items import Collate, config_of, items_of
-from tests.vlm.families import plain_backward, plain_family_model
+from tests.integrations.items import Collate, collated_backward, config_of, items_of
+from tests.vlm.families import plain_family_model
 
 
 def collator_of(family, lengths=None):
@@ -28,7 +28,7 @@ def test_a_pack_has_the_gradients_and_logits_of_its_samples_alone(family):
     plain = plain_family_model(config_of(family))
     items = items_of(family)
     check_packed(plain, collator_of(family), items[:4])
-    plain_backward(plain, items[:5])
+    collated_backward(plain, items[:5], family)
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
     plain.zero_grad()
     pack = collator_of(family)(drawn_of(family, range(5)))
@@ -146,8 +146,8 @@ def test_arguments_are_those_of_the_model_below_adapters():
 
 
 def test_families_that_nobody_has_shown_to_pack_are_refused():
-    with pytest.raises(ConfigError, match=r"model_type must be one of internvl, .* got 'gemma3'"):
-        positions_of(SimpleNamespace(model_type="gemma3"))
+    with pytest.raises(ConfigError, match=r"model_type must be one of internvl, .* got 'paligemma'"):
+        positions_of(SimpleNamespace(model_type="paligemma"))
 
 
 def test_no_rank_waits_for_an_expert():

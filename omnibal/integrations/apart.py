@@ -1,0 +1,149 @@
+"""What keeps the samples of a pack apart where transformers' own layers do not.
+
+Two kinds of layers let something across, whatever positions and masks say:
+
+- Gated delta nets and short convolutions (Qwen3.5, LFM2) carry a state along a row. The kernels of
+  `flash-linear-attention` and `causal-conv1d` take bounds of samples, and get them where these packages are; elsewhere
+  a layer runs once for each sample of a pack, and all other layers on the whole pack.
+- Gemma 3 and 4 see images whole, in both directions. transformers 5.23 looks for an image by its place in its sample
+  where it should look by its place in the row, in layers with a window: such models get masks that are made here.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, reduce
+from inspect import signature
+from itertools import pairwise
+from operator import getitem
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import masking_utils
+from transformers.utils.import_utils import is_causal_conv1d_available, is_flash_linear_attention_available
+
+from omnibal.integrations.leaks import Leak, mapped
+
+KINDS: Final = frozenset({"recurrent state", "convolution"})
+"""Kinds of leaks that `StatefulLayers` stops."""
+TYPES: Final = ("token_type_ids", "mm_token_type_ids")
+"""Fields that tell a model which tokens are of images."""
+IMAGE_BLOCKS: Final = "get_block_sequence_ids_for_mask"
+"""What modules of transformers have whose models see images whole: the number of the image that each token is of."""
+
+
+def mask_images(model: nn.Module) -> None:
+    """Give models that see images whole masks that hold in packs; others stay as they are."""
+    for module in model.modules():
+        if hasattr(module, "language_model") and hasattr(sys.modules[type(module).__module__], IMAGE_BLOCKS):
+            module.register_forward_pre_hook(partial(_give_masks, _seeing_whole(module)), with_kwargs=True)
+
+
+def _seeing_whole(module: Any) -> dict[str, bool]:
+    """Kinds of layers, and whether they see images whole: Gemma 3 everywhere, Gemma 4 in layers with a window alone."""
+    config = copy.deepcopy(module.config.get_text_config())
+    config._attn_implementation = "eager"
+    inputs = {"inputs_embeds": torch.zeros(1, 2, 0), "attention_mask": None, "past_key_values": None}
+    make_masks = sys.modules[type(module).__module__].create_masks_for_vision_model
+    masks = make_masks(config, **inputs, position_ids=None, block_sequence_ids=torch.zeros(1, 2, dtype=torch.long))
+    return {kind: bool(mask[0, 0, 0, 1] == 0) for kind, mask in masks.items()}
+
+
+def _give_masks(
+    whole: Mapping[str, bool], module: Any, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]] | None:
+    config, positions = module.config.get_text_config(), kwargs.get("position_ids")
+    types = next((kwargs[name] for name in TYPES if kwargs.get(name) is not None), None)
+    given = any(kwargs.get(name) is not None for name in ("attention_mask", "past_key_values"))
+    if positions is None or types is None or given or config.use_bidirectional_attention is None:
+        return None
+    blocks = getattr(sys.modules[type(module).__module__], IMAGE_BLOCKS)(types, device=positions.device)
+    of_image = masking_utils.blockwise_overlay(blocks)
+    of_sample = masking_utils.packed_sequence_mask_function((positions == 0).cumsum(-1))
+    of_window = masking_utils.sliding_window_overlay(config.sliding_window)
+    # Of what is embedded only shape, precision and device count. Without positions, places are those in the row.
+    embedded = module.get_input_embeddings().weight.new_empty((*positions.shape, 0), device=positions.device)
+    masks = {
+        kind: masking_utils.create_causal_mask(
+            config,
+            embedded,
+            None,
+            None,
+            or_mask_function=of_image if is_whole else None,
+            and_mask_function=masking_utils.and_masks(of_sample, *([of_window] if "sliding" in kind else [])),
+        )
+        for kind, is_whole in whole.items()
+    }
+    return args, {**kwargs, "attention_mask": masks}
+
+
+class StatefulLayers:
+    """Modules that carry a state from sample to sample, made to keep samples apart in packs alone.
+
+    A pack is one row whose position_ids restart, without a cache.
+    """
+
+    def __init__(self, model: nn.Module, leaks: Iterable[Leak]) -> None:
+        self.by_kernels = is_flash_linear_attention_available() and is_causal_conv1d_available()
+        """Whether the kernels are given the samples' bounds; else layers run sample by sample."""
+        decoders: dict[str, SampleBounds] = {}
+        for leak in leaks:
+            # Layers are numbered parts of the decoder, whose position_ids say where samples begin.
+            parts = leak.module.split(".")
+            number = next((place for place, part in enumerate(parts) if part.isdecimal()), 1)
+            name = ".".join(parts[: number - 1])
+            if name not in decoders:
+                decoders[name] = SampleBounds(model.get_submodule(name))
+            module: Any = model.get_submodule(leak.module)
+            self.by_kernels &= "kwargs" in signature(module.forward).parameters
+            module.forward = partial(self._run, module.forward, decoders[name])
+
+    def _run(self, forward: Callable[..., Any], bounds: SampleBounds, *args: Any, **kwargs: Any) -> Any:
+        found = bounds.of_pack
+        if found is None or len(found) < 3:
+            return forward(*args, **kwargs)
+        if self.by_kernels:
+            return forward(*args, **kwargs | bounds.for_kernels)
+        outputs = []
+        for start, stop in pairwise(found):
+            own_args, own_kwargs = mapped((args, kwargs), partial(_cut, found[-1], start, stop))
+            outputs.append(forward(*own_args, **own_kwargs))
+        return mapped(outputs[0], partial(_joined, outputs, found[1] - found[0]))
+
+
+class SampleBounds:
+    """Where the samples of the pack begin that a decoder runs, and where the last one ends; None for other rows."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        self.of_pack: list[int] | None = None
+        self.for_kernels: dict[str, Tensor] = {}
+        """The bounds as transformers' layers hand them to `flash-linear-attention` and `causal-conv1d`."""
+        decoder.register_forward_pre_hook(self._note, with_kwargs=True, prepend=True)
+
+    def _note(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        positions = kwargs.get("position_ids")
+        self.of_pack = None
+        if positions is None or kwargs.get("use_cache", True) or positions.shape[-2] != 1:
+            return
+        row = positions.flatten(0, -2)[0]  # of several rows the first is the text's
+        starts = (row == 0).nonzero().flatten().tolist()
+        if starts[:1] == [0]:
+            self.of_pack = [*starts, len(row)]
+            bounds = torch.tensor(self.of_pack, dtype=torch.int32, device=row.device)
+            numbers = torch.arange(len(starts), dtype=torch.int32, device=row.device)
+            self.for_kernels = {"cu_seq_lens_q": bounds, "seq_idx": numbers.repeat_interleave(bounds.diff())[None]}
+
+
+def _cut(total: int, start: int, stop: int, path: tuple[Any, ...], tensor: Tensor) -> Tensor:
+    """A sample's rows of a tensor that has one for each token of the pack."""
+    dim = next((dim for dim, size in enumerate(tensor.shape) if size == total), None)
+    return tensor if dim is None else tensor.narrow(dim, start, stop - start)
+
+
+def _joined(outputs: Sequence[Any], rows: int, path: tuple[Any, ...], first: Tensor) -> Tensor:
+    """The rows of all samples, of an output that stands at ``path`` in each sample's outputs."""
+    parts = [reduce(getitem, path, output) for output in outputs]
+    return torch.cat(parts, next(dim for dim, size in enumerate(first.shape) if dim and size == rows))
