@@ -113,9 +113,11 @@ def _targets_of_sample(batch: Mapping[str, Any]) -> Tensor:
 def works_on_targets(trainer: Any) -> bool:
     """Whether the head of a transformers.Trainer's model works on target rows alone under ``StepLoss``."""
     # A compiled graph cannot hold gradients that are made in a forward pass; a tensor-parallel rank has a part of the
-    # words and knows no loss; of models outside of FAMILIES nobody has shown that the loss gets what the head gives.
-    kind = trainer.accelerator.unwrap_model(trainer.model).config.model_type
-    return not trainer.args.torch_compile and trainer.get_tp_size() == 1 and kind in FAMILIES
+    # words and knows no loss; of models outside of FAMILIES nobody has shown that the loss gets what the head gives;
+    # Gemma 4 bounds it before.
+    config = trainer.accelerator.unwrap_model(trainer.model).config
+    known = config.model_type in FAMILIES and getattr(config.get_text_config(), "final_logit_softcapping", None) is None
+    return not trainer.args.torch_compile and trainer.get_tp_size() == 1 and known
 
 
 def keeps_sft_loss(trainer: Any) -> bool:

@@ -296,7 +296,7 @@ def carried_bytes(model: Any, num_positions: int) -> dict[str, float]:
     return {
         "vision_unit_bytes": float(pixels.nbytes / len(pixels)),
         "image_token_bytes": float(features * (2 if comes_back else 1)),
-        "token_bytes": 8.0 * (2 + num_positions),
+        "token_bytes": 8.0 * (3 + num_positions),
     }
 
 

@@ -498,8 +498,9 @@ def check(families, hosts, num_ranks=2, *, function="work", accelerator="cpu"):
         for found_loss, found, _ in (of_families[family] for of_families, _ in results):
             assert float(found_loss) == pytest.approx(float(loss), rel=1e-5), family
             assert found.keys() == expected.keys()
-            for name, gradient in expected.items():
-                torch.testing.assert_close(found[name], gradient, **tolerance)
+            for name, gradient in expected.items():  # large ones round in all their numbers
+                atol = max(tolerance["atol"], 1e-5 * float(gradient.abs().max()))
+                torch.testing.assert_close(found[name], gradient, rtol=tolerance["rtol"], atol=atol)
     for family in {family for family, _ in hosts}:
         items, plain = items_of(family), plain_family_model(config_of(family))
         plain.load_state_dict(next(results[0][1][host][1] for host in hosts if host[0] == family))
@@ -539,7 +540,7 @@ def test_what_travels_is_weighed():
     model = plain_family_model(small_config("internvl"))
     hidden, vision = model.config.text_config.hidden_size, model.config.vision_config
     height, width = vision.image_size
-    bytes_of = {"vision_unit_bytes": 3 * height * width * 4, "image_token_bytes": 2 * hidden * 4, "token_bytes": 24}
+    bytes_of = {"vision_unit_bytes": 3 * height * width * 4, "image_token_bytes": 2 * hidden * 4, "token_bytes": 32}
     assert carried_bytes(model, 1) == bytes_of
     for part in (model.model.vision_tower, model.model.multi_modal_projector):
         part.requires_grad_(False)

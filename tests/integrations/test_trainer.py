@@ -27,7 +27,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.loops import balanced_loader
-from omnibal.integrations.losses import StepLoss, loss_per_target
+from omnibal.integrations.losses import StepLoss, loss_per_target, works_on_targets
 from omnibal.integrations.trainer_hooks import memory_of, recompute_of, replicas_of, wants_all_gradients
 from omnibal.integrations.trainer_steps import counted_profile
 from omnibal.integrations.transformers import balance, rearrange
@@ -522,6 +522,13 @@ def test_memory_has_the_logits_that_the_head_makes(options, tmp_path):
     loss._weights.append(torch.ones(1, 1))
     has_changed_head = loss.compute(trainer.model, {"labels": torch.zeros(1, 2)})
     assert memory_of(trainer, profile, 8.0).target_rows == has_changed_head == (not options)
+
+
+def test_logits_that_a_model_bounds_are_all_made(tmp_path):
+    trainer = trainer_of("gemma4", tmp_path)
+    assert works_on_targets(trainer)
+    trainer.model.config.text_config.final_logit_softcapping = 30.0
+    assert not works_on_targets(trainer)
 
 
 def test_an_older_transformers_is_refused(tmp_path, monkeypatch):
