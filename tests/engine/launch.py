@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from pathlib import Path
 
 import psutil
@@ -105,7 +104,8 @@ class _Group:
             # The first one that fails matters: the others then wait for it or complain about it.
             ended = [rank for rank, process in enumerate(self._processes) if not process.is_running()]
             failed = [rank for rank in ended if not results[rank].exists()]
-            assert not failed, self._output(failed[0])
+            others = [rank for rank in range(len(results)) if rank not in failed[:1]]
+            assert not failed, "\n".join(map(self._output, failed[:1] + others))
             assert time.monotonic() < deadline, "processes hang:\n" + "\n".join(map(self._output, range(len(results))))
             time.sleep(0.02)
         assert not [*SHARED_MEMORY.glob(f"deepspeed_*_{self._port}_*")], "a launch leaves memory taken"
@@ -211,7 +211,7 @@ def _fork_ranks():
         try:
             _become_rank(*json.loads(line))
         except BaseException:
-            traceback.print_exc()
+            sys.excepthook(*sys.exc_info())  # which a rank may have replaced
         finally:
             sys.stdout.flush()
             os._exit(1)

@@ -176,6 +176,7 @@ def collated_backward(model, samples, model_type):
     batches = [dict(Collate(model_type)([sample])) for sample in samples]
     labels = [batch.pop("labels") for batch in batches]
     total = sum(int((row[:, 1:] != -100).sum()) for row in labels)
-    losses = [loss_per_target(model(**batch, use_cache=False), row, total) for batch, row in zip(batches, labels, strict=True)]
+    outputs = [model(**batch, use_cache=False) for batch in batches]
+    losses = [loss_per_target(each, row, total) for each, row in zip(outputs, labels, strict=True)]
     sum(losses).backward()
     return sum(losses).detach()

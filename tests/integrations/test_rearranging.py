@@ -437,7 +437,6 @@ def fail(*_, **__):
     ],
 )
 def test_a_rank_that_fails_or_leaves_is_heard_by_the_others_which_end(where, cause):
-    # Where both ranks end, the output is that of the one that ended first.
     heard = re.compile(rf"rank (\d):\n.*omnibal: rank \1 ends, for {cause}", re.DOTALL)
     with pytest.raises(AssertionError, match=heard):
         launch(2, "tests.integrations.test_rearranging:fails_in_the_middle", where, ends=True)
