@@ -98,7 +98,7 @@ def made_samples(model: Any) -> list[dict[str, Tensor]]:
 
 def as_pack(model: Any, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
     """Samples as `PackCollator` packs them."""
-    collator = PackCollator(lambda items: items[0], positions_of(model.config, packed=False))
+    collator = PackCollator(lambda items: items[0], positions_of(model.config))
     return collator.pack([{**sample, "labels": sample["input_ids"]} for sample in samples])
 
 

@@ -20,11 +20,19 @@ READ_AT_ONCE: Final = 16  # samples that a measuring process hands on together
 LENGTHS: Final = "omnibal_lengths"  # the folder of measured lengths within a trainer's output_dir
 
 
-def two_samples(lengths: SampleLengths) -> list[int]:
-    """The shortest sample of those with an image, or of all, and the shortest of the others."""
-    order = np.lexsort((lengths.llm_tokens, lengths.vision_units == 0))
-    others = order[1:][np.argsort(lengths.llm_tokens[order[1:]], kind="stable")]
-    return [int(sample) for sample in (*order[:1], *others[:1])]
+def samples_to_check(lengths: SampleLengths, *, is_known: bool) -> list[int]:
+    """The shortest sample of those with an image, or of all, and the shortest of the others.
+
+    For a model that no test knows to pack also the one with the largest images, of those of twice the median length.
+    """
+    tokens, units = lengths.llm_tokens, lengths.vision_units
+    order = np.lexsort((tokens, units == 0))
+    others = order[1:][np.argsort(tokens[order[1:]], kind="stable")]
+    found = [*order[:1], *others[:1]]
+    if not is_known and len(others) > 1:
+        usual = others[1:][tokens[others[1:]] <= max(2 * np.median(tokens), tokens[others[1]])]
+        found.append(usual[np.argmax(units[usual])])
+    return [int(sample) for sample in found]
 
 
 def refuse_unlike_sizes(samples: int, num_lengths: int | None) -> None:

@@ -24,12 +24,13 @@ from omnibal.integrations.lengths import (
     kept_lengths,
     refuse_other_lengths,
     refuse_unlike_sizes,
-    two_samples,
+    samples_to_check,
     with_sources,
 )
 from omnibal.integrations.loading import Dataset, Loads, PackedView, PackSampler
 from omnibal.integrations.losses import loss_per_target
 from omnibal.integrations.packing import (
+    FAMILIES,
     Collator,
     PackCollator,
     SampleCollator,
@@ -160,8 +161,9 @@ def balanced_loader(
         dataset: Read by index; the same on all ranks.
         collate: Of a list of items. With ``model`` it is called with single items, which are laid one after another.
         limits: The most a pack may hold.
-        model: The model that will train on packs, in a family of ``omnibal.integrations.packing.FAMILIES``: a pack of
-            two samples is run to see that neither sees the other. None where ``collate`` flattens the items of a batch
+        model: The model that will train on packs: a pack of some samples is run to see that none sees another, of two
+            samples for the families of ``omnibal.integrations.packing.FAMILIES``, which are tested, and of three for
+            others. None where ``collate`` flattens the items of a batch
             or pads them itself, as the host's model wants them.
         measure: Vision units, LLM tokens and target tokens of an item, for ``collate`` without ``model``.
         padded: Whether ``collate`` pads the items of a batch to the longest: limits then count the padding.
@@ -222,7 +224,9 @@ def balanced_loader(
     sampler.verify(gather)
     collator: Any = collator_of(lengths, absorb=absorb_other_lengths)
     if model is not None:
-        check_packed(model, collator, [dataset[sample] for sample in two_samples(lengths)])
+        config: Any = model.config
+        samples = samples_to_check(lengths, is_known=config.model_type in FAMILIES)
+        check_packed(model, collator, [dataset[sample] for sample in samples])
     view: Any = PackedView(dataset)
     loader = PackLoader(view, batch_sampler=sampler, collate_fn=collator, **options)
     loader.weighs_tokens = weigh_tokens

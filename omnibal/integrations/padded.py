@@ -158,7 +158,7 @@ class PaddedCollator:
 class RowCollator(PackCollator):
     """Samples one by one, to become rows of a batch that is padded behind: for models that cannot pack.
 
-    ``positions`` is what ``positions_of(config, packed=False)`` gives.
+    ``positions`` is what ``positions_of(config)`` gives.
     """
 
     @property

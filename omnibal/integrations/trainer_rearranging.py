@@ -82,7 +82,7 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
             raise ConfigError(f"{name} must be {expected} to rearrange samples, got {value}")
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    positions = positions_of(model.config, packed=not padded)
+    positions = positions_of(model.config)
     kind = RowCollator if padded else PackCollator
     collator = kind(trainer.data_collator, positions, arguments=arguments_of(model))
     _rearrange_forward(model)

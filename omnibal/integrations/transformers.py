@@ -23,13 +23,13 @@ from omnibal.integrations.lengths import (
     kept_lengths,
     refuse_other_lengths,
     refuse_unlike_sizes,
-    two_samples,
+    samples_to_check,
     with_sources,
 )
 from omnibal.integrations.loading import PackedView, PackSampler
 from omnibal.integrations.loops import PackLoader
 from omnibal.integrations.losses import Reduction, StepLoss
-from omnibal.integrations.packing import PackCollator, arguments_of, positions_of
+from omnibal.integrations.packing import FAMILIES, PackCollator, arguments_of, positions_of
 from omnibal.integrations.padded import PaddedCollator, PaddedSampler
 from omnibal.integrations.trainer_hooks import (
     ExplainsStart,
@@ -94,8 +94,8 @@ def balance(
         check_lengths: Whether a sample that is not as long as planned ends the run, as plans are no better than
             lengths; if not, it is trained with a warning, unless other ranks would wait for its image.
         padded: Whether batches stay padded, made by the trainer's collator alone: for models whose attention cannot be
-            packed, and for fields that packs cannot have. Packs want a model type in
-            ``omnibal.integrations.packing.FAMILIES``.
+            packed, and for fields that packs cannot have. Packs of model types in
+            ``omnibal.integrations.packing.FAMILIES`` are tested; others must prove exact before the first step.
         loss_reduction: How target tokens weigh in the loss of a step: ``"token"`` all alike; each of the n of a sample
             1 / n (``"sample"``) or 1 / √n (``"square"``), as in InternVL's published scripts, over the sum of weights.
         memory_gib: What a device may hold in all, for limits that are searched: where it does not suffice by counted
@@ -303,14 +303,16 @@ def _equip(trainer: Trainer, sampler: PackSampler, collator: PlannedCollator, co
     dataset: Any = trainer.train_dataset
 
     def check() -> None:
-        """Check that the dataset is the planned one, and that two packed samples get the logits that they get alone."""
+        """Check that the dataset is the planned one, and that packed samples get the logits that they get alone."""
         is_other = trainer.train_dataset is not dataset
         if is_other:
             raise ConfigError(
                 "train_dataset must stay the one that balance has planned, got another; make a new Trainer"
             )
         if isinstance(collator, PackCollator):
-            check_model(trainer, collator, [dataset[sample] for sample in two_samples(sampler.lengths)])
+            kind = trainer.accelerator.unwrap_model(trainer.model).config.model_type
+            samples = samples_to_check(sampler.lengths, is_known=kind in FAMILIES)
+            check_model(trainer, collator, [dataset[sample] for sample in samples])
 
     def loader() -> PackLoader:
         # Not handed to accelerator.prepare, which would deal a rank's packs to the ranks once more. On resuming Trainer

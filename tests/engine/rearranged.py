@@ -18,7 +18,7 @@ def spread_and_rearranged(case, family):
     (spread,), samples = one_step([case]), family_samples(family)
     model = AutoModelForImageTextToText.from_pretrained(case.model, attn_implementation="sdpa", dtype=torch.float32)
     batches = [[samples[index] for index in pack] for pack in case.packs[dist.get_rank()]]
-    collator = PackCollator(Collate(family), positions_of(model.config, packed=True))
+    collator = PackCollator(Collate(family), positions_of(model.config))
     loader = RearrangingLoader(
         batches, collator, image_token_id=IMAGE_TOKEN, prints=False, micro_batches=len(batches)
     )  # fmt: skip

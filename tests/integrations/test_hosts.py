@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedTokenizerFast
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError, DataError
-from omnibal.integrations.lengths import two_samples
+from omnibal.integrations.lengths import samples_to_check
 from omnibal.integrations.loading import PackSampler
 from omnibal.integrations.loops import balanced_loader, item_loads
 from omnibal.vlm.attention import packed_attention
@@ -68,7 +68,7 @@ def plan(rank):
         sampler.set_epoch(epoch)
         steps += [sampler.packs_of_all_ranks(step) for step in range(sampler.num_steps)]
         own += [[*pack, *([] if pack.filler is None else [pack.filler])] for pack in sampler]
-    before = [*range(rank, len(lengths), RANKS), *range(len(lengths)), *two_samples(lengths)]
+    before = [*range(rank, len(lengths), RANKS), *range(len(lengths)), *samples_to_check(lengths, is_known=True)]
     return steps, own, before
 
 

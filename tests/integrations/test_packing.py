@@ -1,14 +1,14 @@
-from types import SimpleNamespace
-
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError, DataError
+from omnibal.integrations.lengths import samples_to_check
 from omnibal.integrations.loading import PackItems
 from omnibal.integrations.losses import loss_per_target
-from omnibal.integrations.packing import FAMILIES, PackCollator, arguments_of, check_packed, positions_of
+from omnibal.integrations.packing import FAMILIES, PackCollator, arguments_of, check_packed, positions_of, two_texts
 from omnibal.integrations.padded import PaddedCollator
 from tests.integrations.items import Collate, collated_backward, config_of, items_of
 from tests.vlm.families import plain_family_model
@@ -145,9 +145,16 @@ def test_arguments_are_those_of_the_model_below_adapters():
     assert arguments_of(torch.nn.Linear(1, 1)) is None
 
 
-def test_families_that_nobody_has_shown_to_pack_are_refused():
-    with pytest.raises(ConfigError, match=r"model_type must be one of internvl, .* got 'paligemma'"):
-        positions_of(SimpleNamespace(model_type="paligemma"))
+def test_families_that_nobody_has_shown_to_pack_must_prove_to(monkeypatch):
+    lengths = SampleLengths(np.array([0, 4, 1, 9, 0, 30]), np.array([5, 20, 15, 40, 9, 99]))
+    assert samples_to_check(lengths, is_known=True) == [2, 0]
+    assert samples_to_check(lengths, is_known=False) == [2, 0, 1]
+    with pytest.raises(ConfigError, match=r"through .* \(GemmaAttention, attention\): .* padded=True"):
+        check_packed(plain_family_model(config_of("paligemma")), collator_of("paligemma"), items_of("paligemma")[:3])
+    with pytest.raises(
+        ConfigError, match=r"model_type must be one of internvl, .* got 'paligemma'; packs of a dataset"
+    ):
+        two_texts(config_of("paligemma"))
 
 
 def test_no_rank_waits_for_an_expert():

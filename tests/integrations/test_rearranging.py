@@ -51,7 +51,7 @@ DRAWN = [[[0, 2, 5], [1, 6]], [[4, 7], [9]], [[10, 8], []]]
 
 def loader_of(family, batches, **options):
     packed, collate = family in FAMILIES, Collate(family)
-    positions = positions_of(config_of(family), packed=packed)
+    positions = positions_of(config_of(family))
     collator = PackCollator(collate, positions) if packed else RowCollator(collate, positions)
     return RearrangingLoader(batches, collator, image_token_id=IMAGE_TOKEN, prints=False, **options)
 
