@@ -22,8 +22,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers import masking_utils
-from transformers.utils.import_utils import is_causal_conv1d_available, is_flash_linear_attention_available
 
 from omnibal.integrations.leaks import Leak, mapped
 
@@ -55,6 +53,8 @@ def _seeing_whole(module: Any) -> dict[str, bool]:
 def _give_masks(
     whole: Mapping[str, bool], module: Any, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]] | None:
+    from transformers import masking_utils  # loops of models from elsewhere need no transformers
+
     config, positions = module.config.get_text_config(), kwargs.get("position_ids")
     types = next((kwargs[name] for name in TYPES if kwargs.get(name) is not None), None)
     given = any(kwargs.get(name) is not None for name in ("attention_mask", "past_key_values"))
@@ -87,6 +87,8 @@ class StatefulLayers:
     """
 
     def __init__(self, model: nn.Module, leaks: Iterable[Leak]) -> None:
+        from transformers.utils.import_utils import is_causal_conv1d_available, is_flash_linear_attention_available
+
         self.by_kernels = is_flash_linear_attention_available() and is_causal_conv1d_available()
         """Whether the kernels are given the samples' bounds; else layers run sample by sample."""
         decoders: dict[str, SampleBounds] = {}

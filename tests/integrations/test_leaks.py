@@ -10,7 +10,6 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import omnibal
 from omnibal.errors import ConfigError
-from omnibal.integrations import apart
 from omnibal.integrations.apart import StatefulLayers, mask_images
 from omnibal.integrations.checking import as_pack, check_packing, made_samples, small_config
 from omnibal.integrations.leaks import compare
@@ -256,7 +255,7 @@ def test_kernels_get_the_bounds_of_samples_where_they_heed_them(monkeypatch, hon
     monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", chunked)
     monkeypatch.setattr(modeling_qwen3_5, "causal_conv1d_fn", convolved)
     for name in ("is_flash_linear_attention_available", "is_causal_conv1d_available"):
-        monkeypatch.setattr(apart, name, lambda: True)
+        monkeypatch.setattr(f"transformers.utils.import_utils.{name}", lambda: True)
     model = model_of("qwen3_5")
     check_packed(model, *two_texts(model.config))
     assert check_packing(model).is_exact
