@@ -6,10 +6,9 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.data.synthetic import tiled_lengths
-from omnibal.errors import ConfigError, DataError
+from omnibal.errors import DataError
 from omnibal.integrations.loading import PackItems, PackSampler
 from omnibal.integrations.losses import loss_per_target
-from omnibal.integrations.packing import positions_of
 from omnibal.integrations.padded import PaddedCollator, PaddedSampler, deal_padded
 from tests.integrations.items import UNPACKED, Collate, config_of, items_of
 from tests.vlm.families import plain_family_model
@@ -93,8 +92,6 @@ def test_fewer_samples_than_batches_leave_some_empty():
 
 @pytest.mark.parametrize("family", UNPACKED)
 def test_what_cannot_be_packed_has_the_gradients_of_its_samples_alone(family):
-    with pytest.raises(ConfigError, match=rf"got '{family}'; balance\(..., padded=True\) trains it"):
-        positions_of(config_of(family))
     model, items = plain_family_model(config_of(family)).train(), items_of(family)
     collator = PaddedCollator(Collate(family))
 

@@ -1,0 +1,144 @@
+"""What a model learns where samples share steps by chance, by length, by vision, or in our packs; see README.md."""
+
+import json
+import time
+from importlib.metadata import version
+from pathlib import Path
+from statistics import mean
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+from transformers import InternVLForConditionalGeneration
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.demo import write_demo
+from omnibal.feeds.sampler import BalancedBatchSampler
+from omnibal.formats.conversations import ConversationDataset, open_dataset
+from tools.parity.run import IGNORED, accuracy, initial_model, padded_batch, standard_error
+
+RESULTS = Path(__file__).parent / "orders.json"
+LIMITS, RANKS = PackLimits(16, 320), 4
+METHODS = ("random", "group_by_length", "vision_sorted", "omnibal")
+SAMPLES, HELD_OUT, EPOCHS = 6000, 1000, 2
+LEARNING_RATE, LEAST_RATE, WARMUP = 1e-3, 0.05, 0.03
+
+
+def main(seeds: Annotated[int, typer.Option(help="How many runs of each method.", min=1)] = 8) -> None:
+    """Train a model for each seed and method; runs that orders.json holds are not made again."""
+    torch.set_num_threads(1)
+    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"made_with": made_with(), "runs": []}
+    for seed in range(seeds):
+        done = {run["method"] for run in found["runs"] if run["seed"] == seed}
+        for method in (method for method in METHODS if method not in done):
+            found["runs"].append({"seed": seed, "method": method, **trained(method, seed)})
+            RESULTS.write_text(json.dumps(found, indent=2) + "\n")
+    Console().print(table_of(found["runs"]))
+
+
+def made_with() -> dict[str, str]:
+    """When and with what results are made."""
+    packages = {name: version(name) for name in ("torch", "transformers", "numpy")}
+    return {"date": time.strftime("%Y-%m-%d"), "machine": "1 CPU core", **packages}
+
+
+def trained(method: str, seed: int) -> dict[str, Any]:
+    """Held-out accuracy and loss of a seed's model behind training, and how many steps it took."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        paths = write_demo(folder / "data", samples=SAMPLES, held_out=HELD_OUT, seed=seed)
+        start = initial_model(paths.model, folder / "start", seed)
+        dataset, held_out = open_dataset(paths.meta, start), open_dataset(paths.held_out_meta, start)
+        sampler = BalancedBatchSampler(dataset.lengths(), LIMITS, num_replicas=RANKS, rank=0, seed=seed)
+        steps = [step for epoch in range(EPOCHS) for step in steps_of(method, dataset.lengths(), sampler, seed, epoch)]
+        assert sorted(np.concatenate(steps)) == sorted([*range(len(dataset))] * EPOCHS), "each sample once an epoch"
+        model = InternVLForConditionalGeneration.from_pretrained(start)
+        train(model, dataset, steps, f"{method}, seed {seed}")
+        return {"steps": len(steps), "accuracy": accuracy(model, held_out), "loss": held_out_loss(model, held_out)}
+
+
+def steps_of(
+    method: str, lengths: SampleLengths, sampler: BalancedBatchSampler, seed: int, epoch: int
+) -> list[np.ndarray]:
+    """The samples of each step of an epoch: as many steps by each method, so nearly as many samples in each."""
+    sampler.set_epoch(epoch)
+    generator = torch.Generator().manual_seed(1000 * seed + epoch)
+    match method:
+        case "omnibal":
+            packs = (sampler.step(index) for index in range(sampler.num_steps))
+            return [np.concatenate([step.pack(rank, 0) for rank in range(RANKS)]) for step in packs]
+        case "group_by_length":
+            size = round(len(lengths) / sampler.num_steps)
+            order = [*LengthGroupedSampler(size, lengths=lengths.llm_tokens.tolist(), generator=generator)]
+        case _:
+            order = torch.randperm(len(lengths), generator=generator).tolist()
+    if method == "vision_sorted":  # as packs that are sorted by vision before they are dealt: from text to images
+        order = sorted(order, key=lambda sample: int(lengths.vision_units[sample]))
+    return np.array_split(np.array(order), sampler.num_steps)
+
+
+def train(
+    model: InternVLForConditionalGeneration, dataset: ConversationDataset, steps: list[np.ndarray], told: str
+) -> None:
+    """Train with plain transformers: AdamW, warm-up and a cosine; the loss is the mean over a step's target tokens."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.01)
+    warm = round(WARMUP * len(steps))
+
+    def rate(step: int) -> float:
+        done = (step - warm) / (len(steps) - warm)
+        return (step + 1) / warm if step < warm else LEAST_RATE + (1 - LEAST_RATE) * (1 + np.cos(np.pi * done)) / 2
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    model.train()
+    for step in tqdm(steps, desc=told, unit="step", mininterval=10):
+        model(**padded_batch([dataset[int(sample)] for sample in step])).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+
+@torch.no_grad()
+def held_out_loss(model: InternVLForConditionalGeneration, dataset: ConversationDataset) -> float:
+    """Mean loss over the target tokens of the held-out samples."""
+    total, count = 0.0, 0
+    for number in range(len(dataset)):
+        item = dataset[number]
+        logits: Tensor = model(input_ids=item["input_ids"][None], pixel_values=item["pixel_values"]).logits[0]
+        targets = item["labels"][1:]
+        total += float(cross_entropy(logits[:-1].float(), targets, ignore_index=IGNORED, reduction="sum"))
+        count += int((targets != IGNORED).sum())
+    return total / count
+
+
+def table_of(runs: list[dict[str, Any]]) -> Table:
+    """Accuracy and loss by method, their standard errors, and their difference from random steps, seed by seed."""
+    table = Table("method", "runs", "steps", "accuracy", "minus random", "held-out loss", "minus random")
+    by_method = {method: {run["seed"]: run for run in runs if run["method"] == method} for method in METHODS}
+    for method, of_seed in by_method.items():
+        cells = []
+        for name, form in (("accuracy", ".1%"), ("loss", ".4f")):
+            values = [run[name] for run in of_seed.values()]
+            differences = [run[name] - by_method["random"][seed][name] for seed, run in of_seed.items()]
+            cells += [told(values, form), "" if method == "random" else told(differences, form)]
+        table.add_row(method, str(len(of_seed)), str(round(mean(run["steps"] for run in of_seed.values()))), *cells)
+    return table
+
+
+def told(values: list[float], form: str) -> str:
+    """A mean and its standard error."""
+    error = f" ± {standard_error(values):{form}}" if len(values) > 1 else ""
+    return f"{mean(values):{form}}{error}"
+
+
+if __name__ == "__main__":
+    typer.run(main)
