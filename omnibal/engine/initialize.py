@@ -178,7 +178,7 @@ def start(workspace: Workspace, model: Any, dataset: Any, own: UserOptimizer) ->
     if resolved.layout.num_tensor > 1:
         hosts = [host.name for host in hosts_of(dist.group.WORLD)]
         if dist.get_rank() == 0:
-            warn_of_apart(resolved.layout, hosts, workspace.known_cluster)
+            warn_of_apart(resolved, hosts, workspace.known_cluster)
     # Data: a caller's dataset or stream, else the ds_config's stream, else its annotations, measured by rank 0.
     samples = dataset
     if dataset is None and section.data.streaming:

@@ -269,11 +269,12 @@ def test_families_that_say_no_cuts_are_refused(models):
         check_tensor_run(resolved)
 
 
-def test_ranks_of_a_group_on_several_nodes_are_named(caplog):
-    layout = Layout(2, 1, num_tensor=4)
-    warn_of_apart(layout, ["a"] * 4 + ["b"] * 4, None)
+def test_ranks_of_a_group_on_several_nodes_are_named(models, caplog):
+    resolved, _ = run_of(pair((0, 4, 10), ONE, model=str(models[""])), num_replicas=1)
+    resolved = replace(resolved, layout=Layout(2, 1, num_tensor=4))
+    warn_of_apart(resolved, ["a"] * 4 + ["b"] * 4, None)
     assert not caplog.records
-    warn_of_apart(layout, ["a"] * 6 + ["b"] * 2, Cluster.parse("2x6xA100-80GB"))
+    warn_of_apart(resolved, ["a"] * 6 + ["b"] * 2, Cluster.parse("2x6xA100-80GB"))
     (said,) = caplog.messages
     assert said.startswith("ranks that share layers should be on one node, got ranks 4, 5, 6, 7 on a, b; every layer")
-    assert "over the network, which takes about 12 times as long as within a node; let num_tensor divide" in said
+    assert "over the network: 0.00033 s for a pack of 4,096 tokens, counted, in place of 3.1e-05 s; let num_tensor" in said
