@@ -1,4 +1,4 @@
-"""Tensor ranks of a group that all read a pack's images, and a first one that reads and broadcasts them: see README.md."""
+"""Tensor ranks that all read a pack's images, or a first one that reads and broadcasts them: see README.md."""
 
 import tempfile
 import time
@@ -52,7 +52,7 @@ def rows() -> Iterator[tuple[str, ...]]:
 
 
 def work(rank: int, size: int, kind: str, name: str, folder: str) -> None:
-    """On each rank: processor seconds and seconds of a pack, read by all or by rank 0 alone; the least of some packs."""
+    """Processor seconds and seconds of a pack on a rank, read by all or by rank 0 alone; the least of some packs."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
     file, read = picture(*KINDS[kind]), READERS[name]
