@@ -5,7 +5,7 @@ Letters: ``F`` forward; ``B`` backward to the inputs; ``W`` backward to the weig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property, lru_cache
@@ -81,7 +81,7 @@ class Schedule:
             raise ConfigError(
                 f"a schedule must have a stage and a micro-batch, got {len(self.stages)} and {self.micro_batches}"
             )
-        tables = tuple(tuple(Instruction(Operation(kind), m) for kind, m in stage) for stage in self.stages)
+        tables = tuple(_instructions(stage) for stage in self.stages)
         object.__setattr__(self, "stages", tables)
         self._check_replicas()
         for stage, instructions in enumerate(tables):
@@ -259,6 +259,13 @@ SCHEDULES: Mapping[ScheduleName, Callable[[int, int], Schedule]] = {
     "zero-bubble": zero_bubble,
     "zero-bubble-lean": zero_bubble_lean,
 }
+
+
+def _instructions(stage: Iterable[tuple[int, int]]) -> tuple[Instruction, ...]:
+    given = tuple(stage)
+    if all(type(entry) is Instruction and type(entry.operation) is Operation for entry in given):
+        return given  # type: ignore[return-value]
+    return tuple(Instruction(Operation(kind), m) for kind, m in given)
 
 
 _BACKWARD = (Operation.BW, Operation.B)

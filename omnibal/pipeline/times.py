@@ -57,13 +57,7 @@ def step_times(
         )
     num_replicas = num_replicas or load.shape[0]
     check_zero_stage(zero_stage)
-    levels = _levels(profile, recompute)
     layers = profile.layers
-    backward = _evaluate(
-        [c.backward_seconds + c.recompute_seconds[k] for c, k in zip(layers, levels, strict=True)], load
-    )
-    # Backward passes run through frozen layers behind the first trained one, too, and through none before it.
-    backward[..., : profile.frozen_front] = 0
     crossing = _evaluate([layer.output_bytes for layer in layers[:-1]], load) / links.bandwidth_bytes_per_second
     crossing = np.pad(crossing + links.latency_seconds, ((0, 0), (0, 0), (1, 1)))
     sends_gradient = np.arange(len(layers) + 1) > profile.frozen_front
@@ -74,7 +68,7 @@ def step_times(
     is_shared = owners > 1
     return StepTimes(
         forward=summed(_evaluate([layer.forward_seconds for layer in layers], load)),
-        backward=summed(backward),
+        backward=summed(backward_of_layers(profile, load, recompute)),
         weight=summed(_evaluate([layer.weight_seconds for layer in layers], load)),
         split=summed(_evaluate([layer.split_seconds for layer in layers], load)),
         crossing=crossing,
@@ -83,6 +77,16 @@ def step_times(
         gather=once * is_shared,
         optimizer=summed(np.array([layer.optimizer_seconds / owners for layer in layers])),
     )
+
+
+def backward_of_layers(profile: ModelProfile, load: Load, recompute: Sequence[str] | None = None) -> FloatArray:
+    """Seconds of each layer's backward pass to its inputs, recomputation included; shape (*load.shape, layers)."""
+    levels = _levels(profile, recompute)
+    costs = [c.backward_seconds + c.recompute_seconds[k] for c, k in zip(profile.layers, levels, strict=True)]
+    backward = _evaluate(costs, load)
+    # Backward passes run through frozen layers behind the first trained one, too, and through none before it.
+    backward[..., : profile.frozen_front] = 0
+    return backward
 
 
 @compiled
@@ -159,7 +163,9 @@ def reduced_at(times: StepTimes, boundaries: IntArray, ready: FloatArray) -> Flo
 
 def summed(layers: FloatArray) -> FloatArray:
     """Sums over the layers before each boundary, shape (…, layers) -> (…, layers + 1)."""
-    return np.concatenate([np.zeros((*layers.shape[:-1], 1)), np.cumsum(layers, axis=-1)], axis=-1)
+    sums = np.zeros((*layers.shape[:-1], layers.shape[-1] + 1))
+    np.cumsum(layers, axis=-1, out=sums[..., 1:])
+    return sums
 
 
 def check_partition(profile: ModelProfile, partition: Partition) -> None:
@@ -185,5 +191,6 @@ def _levels(profile: ModelProfile, recompute: Sequence[str] | None) -> Sequence[
 def _evaluate(models: Sequence[CostModel], load: Load) -> FloatArray:
     """Values of all models for a load, shape (*load.shape, models)."""
     # Most layers of a model cost the same: equal models are evaluated once.
-    values = {model: model(load) for model in set(models)}
-    return np.stack([values[model] for model in models], axis=-1) if models else np.zeros((*load.shape, 0))
+    places = {model: place for place, model in enumerate(dict.fromkeys(models))}
+    values = np.stack([model(load) for model in places], axis=-1) if models else np.zeros((*load.shape, 0))
+    return values.take([places[model] for model in models], axis=-1)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from omnibal.errors import ConfigError
 from omnibal.families.base import encoder_layers
 from omnibal.pipeline.partition import Partition, frozen_stages
 from omnibal.pipeline.problem import MeanSeconds, PartitionProblem, differences
-from omnibal.pipeline.schedule import SCHEDULES, Instruction, Schedule, ScheduleName, Table, as_table, stage_order
+from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName, Table, as_table, stage_order
 from omnibal.pipeline.simulate import TableRun, Wiring, run_overlapped
 from omnibal.pipeline.times import (
     StepTimes,
@@ -131,6 +132,7 @@ def encoder_schedule(layout: Layout, micro_batches: int) -> Schedule:
     return Schedule(tuple(stage_order(depth, own) for depth in depths), own)
 
 
+@lru_cache(maxsize=64)
 def unit_schedule(layout: Layout, micro_batches: int, schedule: ScheduleName) -> Schedule:
     """What all stages run in one step of units, each the micro-batches of its own replica.
 
@@ -319,21 +321,20 @@ def _wire(layout: Layout, micro_batches: int, schedule: ScheduleName, frozen: in
     own, count = layout.encoder_stages, micro_batches * layout.num_replicas
     parts = (range(own), layout.shape(0)[0]), (range(own, layout.num_stages), layout.num_replicas)
     places = [(stage, replica) for part, replicas in parts for replica in range(replicas) for stage in part]
-    row_of = {place: row for row, place in enumerate(places)}
-    # The replica's m-th micro-batch has the number m · replicas + replica.
-    rows = [
-        [
-            Instruction(entry.operation, entry.micro_batch * layout.shape(stage)[0] + replica)
-            for entry in stages[stage]
-        ]
-        for stage, replica in places
-    ]  # fmt: skip
-    before, behind = np.full((2, count, len(rows)), -1, dtype=np.int64)
-    for n in range(count):
-        path = [row_of[stage, n % layout.shape(stage)[0]] for stage in range(layout.num_stages)]
-        before[n, path[1:]], behind[n, path[:-1]] = path[:-1], path[1:]
+    row_of = np.zeros((layout.num_stages, max(replicas for _, replicas in parts)), dtype=np.int64)
+    row_of[tuple(np.transpose(places))] = np.arange(len(places))
+    # The replica's m-th micro-batch has the number n = m · replicas + replica.
+    of_stage, (row_stages, row_replicas) = as_table(stages), np.transpose(places)
+    replicas_of = np.array([layout.shape(stage)[0] for stage in range(layout.num_stages)])
+    numbers = of_stage.micro_batches[row_stages] * replicas_of[row_stages, None] + row_replicas[:, None]
+    table = Table(of_stage.operations[row_stages], numbers.astype(np.int32), of_stage.lengths[row_stages])
+    before, behind = np.full((2, count, len(places)), -1, dtype=np.int64)
+    every = np.arange(count)
+    paths = row_of[np.arange(layout.num_stages)[:, None], every % replicas_of[:, None]]  # (stages, numbers)
+    for above, below in pairwise(paths):
+        before[every, below], behind[every, above] = above, below
     before.flags.writeable = behind.flags.writeable = False  # as those of `chain`, so that loops are compiled once
-    return _Wired(as_table(rows), Wiring(before, behind), *np.array(places).T)
+    return _Wired(table, Wiring(before, behind), row_stages, row_replicas)
 
 
 def _run(

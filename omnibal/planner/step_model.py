@@ -22,7 +22,7 @@ from omnibal.pipeline.problem import PartitionProblem
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.pipeline.simulate import mode_of
 from omnibal.pipeline.spread import share_of_step, split_profile
-from omnibal.pipeline.times import step_times, summed
+from omnibal.pipeline.times import backward_of_layers, step_times, summed
 from omnibal.pipeline.units import UnitProblem, schedule_of, unit_times
 from omnibal.plan import Plan
 from omnibal.planner.packings import Packing, PlanRequest
@@ -137,13 +137,11 @@ class StepModel:
         """Backward pass of every layer at each level, shape (levels, layers, steps × replicas, micro-batches)."""
         layers = self.profile.layers
         # A level that a layer does not offer has the seconds of "none"; `choose_levels` never takes it.
-        times = [
-            step_times(self.profile, self._loads, self.links, recompute=self.profile.levels_like([level] * len(layers)))
-            for level in LEVELS
+        load = Load.stack(self._loads)
+        of_levels = [
+            backward_of_layers(self.profile, load, self.profile.levels_like([level] * len(layers))) for level in LEVELS
         ]
-        sums = np.array([level.backward for level in times])
-        # StepTimes holds sums over layers: take differences, so that layers can be summed again at any mix of levels.
-        return np.moveaxis(np.diff(sums, axis=-1), -1, 1)
+        return np.moveaxis(np.array(of_levels), -1, 1)
 
     def _problem(self, loads: Sequence[Load]) -> PartitionProblem:
         if self.layout.has_units:
