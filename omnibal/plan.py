@@ -158,7 +158,13 @@ class Plan:
         )  # fmt: skip
 
     def times(self, profile: ModelProfile, loads: Iterable[Load], recompute: Sequence[Level]) -> StepTimes:
-        """Seconds of every layer in one step at other recompute levels, as `simulate` counts them."""
+        """Seconds of every layer in one step at other recompute levels, as `simulate` counts them.
+
+        With a spread encoder ``profile`` and ``recompute`` are those of the LLM's layers alone.
+        """
+        if self.layout.is_spread:
+            links = self.known_cluster.links_of(self.layout.parts[1])
+            return step_times(profile, loads, links, zero_stage=self.layout.zero_stage, recompute=recompute)
         if not self.layout.has_units:
             return step_times(profile, loads, self.links, zero_stage=self.layout.zero_stage, recompute=recompute)
         border = self.partition.boundaries[self.layout.encoder_stages]

@@ -6,7 +6,8 @@ that all processes share, and the receiver sleeps until then.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from mmap import mmap
 from time import perf_counter, sleep
@@ -18,7 +19,10 @@ from numpy.typing import NDArray
 from omnibal.cost import FloatArray, Load
 from omnibal.emulator.run import EmulationTask, Entry, StepLog
 from omnibal.errors import InfeasibleError, bytes_in_words
+from omnibal.memory.footprint import StageMemory
+from omnibal.memory.spread import SpreadFootprint
 from omnibal.pipeline.schedule import Operation
+from omnibal.pipeline.spread import IMAGES, EncoderWork, Exchanges
 from omnibal.pipeline.units import numbered
 from omnibal.profile.records import Level, every_layer
 
@@ -33,7 +37,8 @@ DOWNSTREAM = (Operation.SEND_ACTIVATION, Operation.RECEIVE_GRADIENT)
 class StageWork:
     """What a device does in one step, in seconds of the cluster and bytes."""
 
-    # By micro-batch and layer of the stage, shape (micro-batches, layers):
+    # By micro-batch and layer, shape (micro-batches, layers of the stage). With a spread encoder its layers come first,
+    # and a device's share of the images is one more micro-batch, the last one: index IMAGES.
     forward: FloatArray
     backward: FloatArray  # to the inputs, with recomputation
     weight: FloatArray  # backward to the weights
@@ -51,6 +56,7 @@ class StageWork:
     kept_bytes: tuple[int, ...]
     transient_bytes: tuple[int, ...]
     pending_bytes: tuple[int, ...]
+    exchanges: Exchanges | None = None  # of a spread encoder
 
 
 class Clocks(NamedTuple):
@@ -59,21 +65,21 @@ class Clocks(NamedTuple):
     # When a tensor that is sent beside the computations arrives, by receiver: (directions, stages, micro-batches of the
     # step by their numbers). Its sender writes it before the tensor itself, so that a receiver always finds it.
     arrivals: FloatArray
-    complete: FloatArray  # when the last gradient of each layer is complete: (replicas, layers)
+    complete: FloatArray  # when the last gradient of each layer is complete: (copies of the layer, layers)
 
     @classmethod
     def of(cls, task: EmulationTask) -> "Clocks":
         """Zeros in memory that forked processes share."""
         stages, layout = task.plan.num_stages, task.plan.layout
-        replicas = max(layout.shape(0)[0], layout.num_replicas)
+        copies = max(part.num_replicas for part in (layout, layout.encoder) if part is not None)
         numbers = task.plan.micro_batches * layout.num_replicas
-        shapes = (2, stages, numbers), (replicas, len(task.profile.layers))
+        shapes = (2, stages, numbers), (copies, len(task.profile.layers))
         return cls(*(np.frombuffer(mmap(-1, 8 * prod(shape)), dtype=np.float64).reshape(shape) for shape in shapes))
 
 
 def stage_work(task: EmulationTask, step: int, stage: int, replica: int) -> StageWork:
     """The work of one device in a step; as in the engine, a micro-batch above the plan's limits recomputes all."""
-    loads, layers = task.steps[step], task.plan.partition.layers(stage)
+    loads, layers, spread = task.steps[step], task.partition.layers(stage), task.num_spread
     first, last = layers.start, layers.stop
     # Replicas of the stage take the step's micro-batches in turns, by their numbers.
     own = slice(replica, None, task.plan.layout.shape(stage)[0])
@@ -81,34 +87,80 @@ def stage_work(task: EmulationTask, step: int, stage: int, replica: int) -> Stag
     numbers = np.arange(whole.shape[0] * whole.shape[1])[own]
     load = whole[numbers % whole.shape[0], numbers // whole.shape[0]]
     exceeds = _exceeds(task, load)
-    planned, full = (numbered(task.plan.times(task.profile, loads, levels)) for levels in _levels(task))
+    planned, full = (numbered(task.plan.times(task.pipelined, loads, levels[spread:])) for levels in _levels(task))
 
     def between(name: str) -> FloatArray:
         by_plan, by_full = (np.diff(getattr(times, name)[0, own, first : last + 1]) for times in (planned, full))
         seconds: FloatArray = np.where(exceeds[:, None], by_full, by_plan)
         return seconds
 
-    levels = [tuple(_levels(task)[int(above)][first:last]) for above in exceeds]
+    levels = [_levels(task)[int(above)][spread:][first:last] for above in exceeds]
     footprints = [task.footprint(one) for one in load]
-    memory = [footprint.stage(stage, layers, of) for footprint, of in zip(footprints, levels, strict=True)]
+    piped = [each.language if isinstance(each, SpreadFootprint) else each for each in footprints]
+    memory = [footprint.stage(stage, layers, of) for footprint, of in zip(piped, levels, strict=True)]
     # A Footprint counts all micro-batches in flight: divide, to hold and free the bytes micro-batch by micro-batch.
     held, waiting = max(task.schedule.in_flight[stage], 1), max(task.schedule.pending_weights[stage], 1)
-    return StageWork(
+    work = StageWork(
         forward=between("forward"),
         backward=between("backward"),
         weight=between("weight"),
         split=between("split"),
-        sent_bytes=np.stack([layer.output_bytes(load) for layer in task.profile.layers[first:last]], axis=1),
+        sent_bytes=np.stack([layer.output_bytes(load) for layer in task.pipelined.layers[first:last]], axis=1),
         upstream=planned.crossing[0, own, first],
         downstream=planned.crossing[0, own, last],
         reduce=np.diff(planned.reduce[first : last + 1]),
         gather=np.diff(planned.gather[first : last + 1]),
         optimizer=float(planned.optimizer[last] - planned.optimizer[first]),
-        fixed_bytes=max(entry.total - entry.activations - entry.pending - entry.transient for entry in memory),
+        fixed_bytes=max(map(_fixed, memory)),
         kept_bytes=tuple(entry.activations // held for entry in memory),
         transient_bytes=tuple(entry.transient for entry in memory),
-        pending_bytes=tuple(int(each.pending_bytes(stage)[first, last]) // waiting for each in footprints),
+        pending_bytes=tuple(int(each.pending_bytes(stage)[first, last]) // waiting for each in piped),
     )
+    if not spread:
+        return work
+    of_spread = [each for each in footprints if isinstance(each, SpreadFootprint)]
+    return _with_images(work, task.encoder_work(step), of_spread, task.plan.recompute, stage, layers)
+
+
+def _with_images(
+    work: StageWork,
+    images: EncoderWork,
+    footprints: Sequence[SpreadFootprint],
+    levels: Sequence[Level],
+    stage: int,
+    layers: range,
+) -> StageWork:
+    """The work of a stage of these layers of the LLM on a device with a spread encoder."""
+    times, footprint = images.times, footprints[0]  # all are of the same images
+    border = footprint.border
+
+    def beside(name: str) -> FloatArray:
+        own = np.diff(getattr(times, name)[0, 0]) if hasattr(times, name) else np.zeros(border)
+        ends = [(0, 1), (len(own), 0)]
+        seconds: FloatArray = np.pad(getattr(work, name), ends)
+        seconds[IMAGES, : len(own)] = own
+        return seconds
+
+    alone = footprint.encoder.stage(0, range(border), levels[:border])
+    language = footprint.language.stage(stage, layers, levels[border:][layers.start : layers.stop])
+    # The encoder runs backward when the LLM has freed what it holds during its passes.
+    beyond = max(alone.transient - language.buffers, 0)
+    return replace(
+        work,
+        **{name: beside(name) for name in ("forward", "backward", "weight", "split", "sent_bytes")},
+        reduce=np.concatenate([np.diff(times.reduce), work.reduce]),
+        gather=np.concatenate([np.diff(times.gather), work.gather]),
+        optimizer=work.optimizer + float(times.optimizer[-1]),
+        fixed_bytes=max(_fixed(each.stage(stage, layers, levels)) for each in footprints),
+        kept_bytes=(*work.kept_bytes, alone.activations),
+        transient_bytes=(*work.transient_bytes, beyond),
+        pending_bytes=(*work.pending_bytes, 0),
+        exchanges=images.exchanges,
+    )
+
+
+def _fixed(memory: StageMemory) -> int:
+    return memory.total - memory.activations - memory.pending - memory.transient
 
 
 def _levels(task: EmulationTask) -> tuple[tuple[Level, ...], tuple[Level, ...]]:
@@ -127,6 +179,7 @@ class EmulatedDevice:
 
     def __init__(self, task: EmulationTask, stage: int, replica: int, where: str, clocks: Clocks) -> None:
         self.task, self.stage, self.replica = task, stage, replica
+        self._rank = task.ranks.rank(stage, replica)
         self.peak_bytes = 0
         self.log = StepLog()
         self._where = where
@@ -137,8 +190,9 @@ class EmulatedDevice:
         self.numbers = range(replica, clocks.arrivals.shape[2], task.plan.layout.shape(stage)[0])
         self._arrivals = clocks.arrivals
         layers = task.plan.partition.layers(stage)
-        self._complete = clocks.complete[:, layers.start : layers.stop]
-        self._weights_arrive = np.zeros(len(layers))
+        self._layers = [*range(task.num_spread), *range(max(layers.start, task.num_spread), layers.stop)]
+        self._complete = clocks.complete
+        self._weights_arrive = np.zeros(len(self._layers))
         self._link_is_free = [0.0, 0.0]
         in_front = stage < task.schedule.frozen_stages  # a frozen stage runs forward only
         self._with_transient = (Operation.F,) if in_front else (Operation.BW, Operation.B)
@@ -151,9 +205,12 @@ class EmulatedDevice:
         self._step = step
         self._held_bytes = self.work.fixed_bytes  # compared with the budget in the first forward pass
 
-    def begin(self, operation: Operation) -> float:
-        """Begin an instruction: hold its bytes, and return the time from which its sleeps are counted."""
-        micro_batch = self._ran[operation]
+    def begin(self, operation: Operation, micro_batch: int | None = None) -> float:
+        """Begin an instruction: hold its bytes, and return the time from which its sleeps are counted.
+
+        ``micro_batch`` is by default the operation's next one.
+        """
+        micro_batch = self._ran[operation] if micro_batch is None else micro_batch
         self._splits = operation == Operation.B
         if operation == Operation.F:
             self._hold(self.work.kept_bytes[micro_batch], micro_batch)
@@ -164,9 +221,10 @@ class EmulatedDevice:
         self._due = perf_counter()
         return self._due
 
-    def end(self, operation: Operation, start: float) -> None:
+    def end(self, operation: Operation, start: float, micro_batch: int | None = None) -> None:
         """End an instruction: free its bytes; a blocking transfer sleeps for the time of its link."""
-        micro_batch = self._ran[operation]
+        self._ran[operation] += micro_batch is None
+        micro_batch = self._ran[operation] - 1 if micro_batch is None else micro_batch
         if operation in COMPUTATIONS:
             if operation in (Operation.BW, Operation.B):
                 self._held_bytes -= self.work.kept_bytes[micro_batch]
@@ -177,7 +235,6 @@ class EmulatedDevice:
         else:
             link = self.work.downstream if operation in DOWNSTREAM else self.work.upstream
             self.rest(float(link[micro_batch]))
-        self._ran[operation] += 1
         self.log.entries.append(Entry(operation, start, perf_counter()))
 
     def backward_seconds(self, micro_batch: int, place: int) -> float:
@@ -199,12 +256,14 @@ class EmulatedDevice:
 
     def complete(self, layer: int) -> None:
         """Note that the last gradient of a layer is complete."""
-        self._complete[self.replica, layer] = perf_counter()
+        copy = self._rank if layer < self.task.num_spread else self.replica
+        self._complete[copy, self._layers[layer]] = perf_counter()
 
     def add_up(self) -> None:
         """Sleep until the gradients would be added up over the replicas."""
         due = 0.0  # each layer starts when it is complete in all replicas and the layer behind it is done
-        for complete, seconds in zip(self._complete.max(axis=0)[::-1], self.work.reduce[::-1], strict=True):
+        last = self._complete[:, self._layers].max(axis=0)
+        for complete, seconds in zip(last[::-1], self.work.reduce[::-1], strict=True):
             due = max(due, float(complete)) + float(seconds) * self.task.scale
         _sleep_until(due)
 

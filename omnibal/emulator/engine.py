@@ -7,7 +7,7 @@ import os
 import pickle
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -35,6 +35,7 @@ from omnibal.errors import OmnibalError
 from omnibal.families.base import LayerRecord
 from omnibal.feeds.feed import Step
 from omnibal.pipeline.schedule import Operation
+from omnibal.pipeline.spread import IMAGES
 from omnibal.vlm.backward import WeightGradients
 from omnibal.vlm.payload import Payload, SentTensors
 
@@ -87,7 +88,8 @@ class EmulatedLayer(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1, dtype=dtype), requires_grad=trainable)
 
     def forward(self, payload: Payload) -> Payload:
-        micro_batch = self.device.numbers.index(int(payload.input_ids))
+        number = int(payload.input_ids)
+        micro_batch = number if number == IMAGES else self.device.numbers.index(number)
         output = _Inputs.apply(payload.hidden, self.weight, self, micro_batch)  # type: ignore[no-untyped-call]
         if self.weight.requires_grad:
             output = output + _Weights.apply(self.weight, self, micro_batch)  # type: ignore[no-untyped-call]
@@ -98,10 +100,11 @@ class EmulatedModel:
     """The part of a `VisionLanguageModel` that the pipeline module calls."""
 
     spare_names = ()
+    image_integers = ()
 
     def __init__(self, task: EmulationTask, device: EmulatedDevice) -> None:
         self._device, self._layers = device, task.profile.layers
-        self._first = task.plan.partition.boundaries[device.stage]
+        self._spread, self._first = task.num_spread, task.partition.boundaries[device.stage]
         self.records = [LayerRecord(layer.name, layer.kind, {}, module=layer.module) for layer in self._layers]
 
     def sent_tensors(self, boundary: int) -> SentTensors:
@@ -114,14 +117,21 @@ class EmulatedModel:
         return {"weight": f"{index}"}  # the layer's number stands for a name on disk
 
     def build_layer(self, index: int, *, seed: int | None, dtype: torch.dtype) -> nn.Module:
-        return EmulatedLayer(self._device, index - self._first, trainable=self._layers[index].trainable, dtype=dtype)
+        place = index if index < self._spread else index - self._first
+        return EmulatedLayer(self._device, place, trainable=self._layers[index].trainable, dtype=dtype)
 
 
 class EmulatedModule(VlmPipelineModule):
     """The pipeline module without recomputation, whose time is part of what layers sleep."""
 
+    def encode(self, payload: Payload) -> Payload:
+        return self._run_each(self.encoder, payload, first=0)
+
     def _run_layers(self, payload: Payload) -> Payload:
-        for place, layer in enumerate(self.forward_funcs):
+        return self._run_each(self.forward_funcs, payload, first=len(self.encoder))
+
+    def _run_each(self, layers: Iterable[nn.Module], payload: Payload, first: int) -> Payload:
+        for place, layer in enumerate(layers, start=first):
             self._announce(place, payload)
             payload = layer(payload)
         return payload
@@ -160,6 +170,40 @@ class EmulatedLoader:
         return Step(0, step, self.micro_batches, Load.stack(self._task.steps[step])), batches
 
 
+class EmulatedSpread:
+    """In place of a `SpreadEncoder`: all devices meet for each all-to-all, and sleep for what it takes."""
+
+    def __init__(self, engine: "EmulatedEngine") -> None:
+        self._engine, self._device = engine, engine.emulated
+        self._encoded: Tensor | None = None
+
+    def encode(self, packs: Sequence[Payload]) -> Sequence[Payload]:
+        self._exchange("pixels")
+        empty = torch.zeros(0, dtype=torch.int64)
+        number = {"input_ids": torch.tensor([[IMAGES]]), "position_ids": empty, "cu_seq_lens": empty}
+        with self._engine.logged(Operation.F, IMAGES):
+            images = Payload(torch.zeros(1, dtype=self._engine.module.dtype), number)
+            self._encoded = self._engine.module.encode(images).hidden
+        self._exchange("features")
+        if self._encoded.requires_grad:
+            for pack in packs:
+                pack.hidden.requires_grad_()
+        return packs
+
+    def backward(self) -> None:
+        encoded, self._encoded = self._encoded, None
+        assert encoded is not None, "images are encoded before the passes"
+        if encoded.requires_grad:
+            self._exchange("gradients")
+            with self._engine.logged(Operation.BW, IMAGES):
+                encoded.sum().backward()
+
+    def _exchange(self, name: str) -> None:
+        dist.barrier()
+        self._device.log.exchange = min(self._device.log.exchange, perf_counter())
+        self._device.rest(getattr(self._device.work.exchanges, name))
+
+
 class EmulatedEngine(OmnibalEngine):
     """The engine, whose instructions a device logs."""
 
@@ -167,6 +211,9 @@ class EmulatedEngine(OmnibalEngine):
         super().__init__(**others)
         self.emulated = device
         self._backward_kind = Operation.BW
+        if self.spread is not None:
+            own: Any = EmulatedSpread(self)
+            self.spread = own
         if self.table is not None:
             for layer in self.module.forward_funcs:
                 layer.weight_gradients = self.weight_gradients
@@ -181,7 +228,8 @@ class EmulatedEngine(OmnibalEngine):
 
     def _exec_reduce_grads(self) -> None:
         super()._exec_reduce_grads()
-        dist.barrier(self.grid.get_data_parallel_group())  # all replicas have said when their gradients were complete
+        # All who hold a layer of this stage, or the spread encoder, have said when their gradients were complete.
+        dist.barrier(None if self.spread is not None else self.grid.get_data_parallel_group())
         self.emulated.add_up()
         self.emulated.log.reduced = perf_counter()
 
@@ -192,33 +240,34 @@ class EmulatedEngine(OmnibalEngine):
         self.emulated.log.updated = perf_counter()
 
     @contextmanager
-    def _logged(self, operation: Operation) -> Iterator[None]:
-        start = self.emulated.begin(operation)
+    def logged(self, operation: Operation, micro_batch: int | None = None) -> Iterator[None]:
+        """Log an instruction that runs inside; ``micro_batch`` is by default the operation's next one."""
+        start = self.emulated.begin(operation, micro_batch)
         yield
-        self.emulated.end(operation, start)
+        self.emulated.end(operation, start, micro_batch)
 
     # DeepSpeed's blocking transfers are instructions that take the time of their link. Under a table transfers run
     # beside the computations: a pass waits until what it needs would have arrived, and then says when it has sent.
 
     def _exec_send_activations(self, buffer_id: int) -> None:
-        with self._logged(Operation.SEND_ACTIVATION):
+        with self.logged(Operation.SEND_ACTIVATION):
             super()._exec_send_activations(buffer_id)
 
     def _exec_recv_activations(self, buffer_id: int) -> None:
-        with self._logged(Operation.RECEIVE_ACTIVATION):
+        with self.logged(Operation.RECEIVE_ACTIVATION):
             super()._exec_recv_activations(buffer_id)
 
     def _exec_send_grads(self, buffer_id: int) -> None:
-        with self._logged(Operation.SEND_GRADIENT):
+        with self.logged(Operation.SEND_GRADIENT):
             super()._exec_send_grads(buffer_id)
 
     def _exec_recv_grads(self, buffer_id: int) -> None:
-        with self._logged(Operation.RECEIVE_GRADIENT):
+        with self.logged(Operation.RECEIVE_GRADIENT):
             super()._exec_recv_grads(buffer_id)
 
     def _run_entry(self, operation: Operation, micro_batch: int) -> None:
         self._backward_kind = Operation.B if operation == Operation.B else Operation.BW
-        with self._logged(operation) if operation == Operation.W else nullcontext():
+        with self.logged(operation) if operation == Operation.W else nullcontext():
             super()._run_entry(operation, micro_batch)
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
@@ -237,7 +286,7 @@ class EmulatedEngine(OmnibalEngine):
     ) -> Iterator[None]:
         if self.table is not None and is_received:
             self.emulated.receive(direction, micro_batch)
-        with self._logged(operation):
+        with self.logged(operation):
             yield
         if self.table is not None and is_sent:
             self.emulated.send(direction, micro_batch)

@@ -18,9 +18,11 @@ from omnibal.cluster import Layout
 from omnibal.cost import FloatArray, Load
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.memory.footprint import Footprint
-from omnibal.pipeline.partition import frozen_stages
+from omnibal.memory.spread import SpreadFootprint
+from omnibal.pipeline.partition import Partition, frozen_stages
 from omnibal.pipeline.schedule import Operation, Schedule, Table
 from omnibal.pipeline.simulate import Simulation, StepSimulation
+from omnibal.pipeline.spread import EncoderWork, language_partition, split_profile
 from omnibal.pipeline.units import UnitSimulation
 from omnibal.plan import Plan
 from omnibal.processes import reason_of
@@ -50,8 +52,8 @@ class EmulationTask:
             raise ConfigError(
                 f"steps must be at least one, of {wanted} replicas and micro-batches, got {sorted(shapes)}"
             )
-        if self.plan.layout.is_spread:
-            raise ConfigError(f"layout must be a pipeline or units to be emulated, got {self.plan.layout}")
+        if self.plan.layout.is_spread and self.plan.layout.num_tensor > 1:
+            raise ConfigError(f"num_tensor must be 1 where the encoder is spread, got {self.plan.layout.num_tensor}")
         self.plan.known_cluster.check(self.plan.layout)
         if self.num_processes > MOST_PROCESSES:
             raise ConfigError(
@@ -76,8 +78,24 @@ class EmulationTask:
         return self.plan.known_cluster.stage_memory_bytes(self.plan.layout)
 
     @cached_property
+    def pipelined(self) -> ModelProfile:
+        """The layers of the pipeline: behind a spread encoder the LLM's."""
+        return split_profile(self.profile)[1] if self.plan.layout.is_spread else self.profile
+
+    @cached_property
+    def partition(self) -> Partition:
+        """Of `pipelined`."""
+        own = self.plan.partition
+        return language_partition(self.profile, own) if self.plan.layout.is_spread else own
+
+    @property
+    def num_spread(self) -> int:
+        """Layers of a spread encoder, which come first on every device; 0 without one."""
+        return len(self.profile.layers) - len(self.pipelined.layers)
+
+    @cached_property
     def schedule(self) -> Schedule:
-        frozen = int(frozen_stages(self.profile, np.array(self.plan.partition.boundaries)))
+        frozen = int(frozen_stages(self.pipelined, np.array(self.partition.boundaries)))
         return self.plan.make_schedule().with_frozen_front(frozen)
 
     @cached_property
@@ -101,10 +119,17 @@ class EmulationTask:
         seconds = [step.step_seconds for step in self.predicted]
         return self.scale * (seconds[0] + sum(seconds))
 
-    def footprint(self, load: Load) -> Footprint:
-        footprint = self.plan.footprint(self.profile, load)
-        assert isinstance(footprint, Footprint), "spread encoders are refused above"
-        return footprint
+    def encoder_work(self, step: int) -> EncoderWork:
+        """What all devices do for the images of a step, where the encoder is spread."""
+        alone, levels = self.plan.layout.parts[0], self.plan.recompute[: self.num_spread]
+        links = self.plan.known_cluster.links_of(alone)
+        encoder, _ = split_profile(self.profile)
+        return EncoderWork.of(encoder, Load.stack(self.steps[step]), self.plan.layout, links, levels)
+
+    def footprint(self, load: Load) -> Footprint | SpreadFootprint:
+        """For micro-batches of this size, and the images of the step that has most."""
+        means = [Load.stack(step).mean() for step in self.steps]
+        return self.plan.footprint(self.profile, load, max(means, key=lambda mean: float(mean.vision_units)))
 
 
 class Entry(NamedTuple):
@@ -122,10 +147,11 @@ class StepLog:
     entries: list[Entry] = field(default_factory=list)
     reduced: float = 0.0
     updated: float = 0.0
+    exchange: float = inf  # when images of a spread encoder began to be exchanged, before the first instruction
 
     @property
     def start(self) -> float:
-        return self.entries[0].start
+        return min(self.exchange, self.entries[0].start)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,14 @@ from omnibal.families.base import encoder_layers
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES, Instruction, Operation, ScheduleName, Table, as_table
 from omnibal.pipeline.simulate import Simulation, StepSimulation, simulate_step
-from omnibal.pipeline.times import check_partition, complete_gradients, reduced_at, release_of, step_times
+from omnibal.pipeline.times import (
+    StepTimes,
+    check_partition,
+    complete_gradients,
+    reduced_at,
+    release_of,
+    step_times,
+)
 from omnibal.profile.records import ModelProfile
 
 IMAGES: Final = -1
@@ -89,6 +96,27 @@ class Exchanges:
         return cls(seconds(first.saved_bytes["full"](load)), features, features * is_trained)
 
 
+@dataclass(frozen=True)
+class EncoderWork:
+    """What all devices do together for the images of a step, before the LLM's pipeline and behind it."""
+
+    times: StepTimes
+    """Of the encoder's layers; its one micro-batch is a device's share."""
+    exchanges: Exchanges
+
+    @classmethod
+    def of(
+        cls, encoder: ModelProfile, load: Load, layout: Layout, links: Links, recompute: Sequence[str] | None = None
+    ) -> EncoderWork:
+        """``load`` holds the micro-batches of the step, (replicas, micro-batches); ``links`` join all devices."""
+        share, devices = share_of_step(load.mean() * load.shape[1], layout), layout.parts[0].num_replicas
+        times = step_times(
+            encoder, [share.reshape((1,))], links, zero_stage=layout.zero_stage, recompute=recompute,
+            num_replicas=devices,
+        )  # fmt: skip
+        return cls(times, Exchanges.of(encoder, load, layout, links))
+
+
 def simulate_spread(
     profile: ModelProfile,
     partition: Partition,
@@ -118,20 +146,15 @@ def simulate_spread(
     if not layout.is_spread:
         raise ConfigError(f"layout must spread the encoder, got {layout}")
     behind, (encoder, language) = language_partition(profile, partition), split_profile(profile)
-    alone, border, on_all = layout.parts[0], len(encoder.layers), encoder_links or links
-    load = Load.stack(loads)
+    border, load = len(encoder.layers), Load.stack(loads)
     if load.shape[0] != layout.num_replicas or partition.num_stages != layout.num_stages:
         raise ConfigError(
             f"layout must have the loads' {load.shape[0]} replicas and the partition's {partition.num_stages} stages, "
             f"got {layout}"
         )
     levels = (None, None) if recompute is None else (recompute[:border], recompute[border:])
-    share = share_of_step(load.mean() * load.shape[1], layout)
-    own = step_times(
-        encoder, [share.reshape((1,))], on_all, zero_stage=layout.zero_stage, recompute=levels[0],
-        num_replicas=alone.num_replicas,
-    )  # fmt: skip
-    exchanges, whole = Exchanges.of(encoder, load, layout, on_all), np.array([0, border])
+    work = EncoderWork.of(encoder, load, layout, encoder_links or links, levels[0])
+    own, exchanges, whole = work.times, work.exchanges, np.array([0, border])
     # Before the pipeline, all devices together; the LLM's weights come meanwhile, behind the encoder's.
     encodes = max(exchanges.pixels, float(release_of(own, 0, whole)[0]))
     encoded = encodes + float(own.forward[0, 0, -1])

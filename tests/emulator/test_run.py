@@ -16,10 +16,11 @@ from omnibal.emulator.run import EmulationTask, run_emulation
 from omnibal.engine.initialize import SHARED_MEMORY
 from omnibal.errors import InfeasibleError
 from omnibal.pipeline.partition import Partition
+from omnibal.pipeline.spread import IMAGES
 from omnibal.plan import Plan
 from tests.clusters import on_cluster
 from tests.emulator.test_device import token_layer
-from tests.pipeline.profiles import profile
+from tests.pipeline.profiles import layer, profile
 
 pytestmark = pytest.mark.distributed
 LOADS = (Load(0, [1, 2, 3]), Load(0, [3, 3, 1]))
@@ -86,6 +87,39 @@ def test_units_run_too(task):
         assert emulated.row_names == ["encoder 0", "LLM 0", "LLM 1"]
         assert (emulated.ends - emulated.starts >= predicted.ends - predicted.starts - 1e-6).all()
         assert emulated.step_seconds >= predicted.step_seconds - 1e-6
+        assert (emulated.reduced_seconds >= predicted.reduced_seconds - 1e-6).all()
+    memory = task.footprint(Load(0, 3)).stages(task.plan.partition, task.plan.recompute)
+    assert list(emulation.peak_bytes) == [stage.total for stage in memory]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_spread_encoder_runs_too(task, trained):
+    """Every device encodes its share before the pipeline, and trains on it behind."""
+    vision = [
+        replace(
+            layer(f"vision.{number}", kind="block", module="vision", parameter_bytes=8, gradient_bytes=8 * trained,
+                  optimizer_seconds=1.0 * trained, trainable=trained),
+            forward_seconds=CostModel(vision_units=0.5), backward_seconds=CostModel(vision_units=0.5 * trained),
+            weight_seconds=CostModel(vision_units=0.25 * trained), output_bytes=CostModel(vision_units=20),
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    layout = Layout(2, 2, encoder=Encoder.on_all(4), precision="float32")
+    plan = replace(
+        task.plan, partition=Partition((0, 4, 6)), recompute=("none", "full", *task.plan.recompute), layout=layout,
+        cluster=on_cluster(task.plan, 2, 10**6, Links(50.0)).cluster, schedule="zero-bubble",
+    )  # fmt: skip
+    loads = (Load([0, 4, 2], [1, 2, 3]), Load([2, 0, 0], [3, 3, 1]))
+    task = replace(task, plan=plan, profile=profile([*vision, *layers_behind(1)]), steps=(loads, loads[::-1]))
+    assert task.num_processes == 4
+    emulation = run_emulation(task)
+    for emulated, predicted in zip(emulation.steps, task.predicted, strict=True):
+        for ran, said in zip(emulated.replicas, predicted.replicas, strict=True):
+            assert (ran.ends - ran.starts >= said.ends - said.starts - 1e-6).all()
+            of_images = ran.table.micro_batches == IMAGES
+            assert of_images.sum() == (4 if trained else 2)
+            assert (ran.ends[of_images] >= said.ends[of_images] - 1e-6).all()
+        assert predicted.step_seconds - 1e-6 <= emulated.step_seconds <= 1.5 * predicted.step_seconds
         assert (emulated.reduced_seconds >= predicted.reduced_seconds - 1e-6).all()
     memory = task.footprint(Load(0, 3)).stages(task.plan.partition, task.plan.recompute)
     assert list(emulation.peak_bytes) == [stage.total for stage in memory]
