@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import signal
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
@@ -154,6 +155,17 @@ def _several_steps(case):
         norm = engine.get_global_grad_norm()
         norms.append(None if norm is None else float(norm))  # DeepSpeed takes none in fp32 under ZeRO 0
     return {"losses": losses, "norms": norms, "weights": weights_of(engine), "read": read}
+
+
+def steps_until_killed(case, rank, folder):
+    """Train without end; this rank is killed in the second step. Each rank leaves a file behind the first one."""
+    engine = engine_of(case)
+    engine.train_batch()
+    (Path(folder) / str(dist.get_rank())).touch()
+    while True:
+        if dist.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        engine.train_batch()
 
 
 def steps_with_a_resume(cases, folder):

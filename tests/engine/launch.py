@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -69,6 +70,17 @@ def launch(num_processes, function, *arguments, timeout_seconds=600, accelerator
     return results
 
 
+def all_end(num_processes, function, *arguments, timeout_seconds=60):
+    """Run a function in which one process ends too early; whether all others end by themselves in time."""
+    group = _Group(num_processes, "cpu")
+    try:
+        with pytest.raises(AssertionError, match="rank"):
+            group.run(function, arguments, timeout_seconds, ends=True)
+        return not psutil.wait_procs(group.processes, timeout_seconds)[1]
+    finally:
+        group.end()
+
+
 class _Group:
     """Processes that have met, and run one function after the other."""
 
@@ -82,7 +94,7 @@ class _Group:
             "MASTER_PORT": str(self._port),
         }
         parents = [_parent(rank, accelerator) for rank in range(num_processes)]  # which import side by side
-        self._pipes, self._processes = [], []
+        self._pipes, self.processes = [], []
         for rank, parent in enumerate(parents):
             pipe = self._folder / f"jobs{rank}"
             os.mkfifo(pipe)
@@ -91,18 +103,18 @@ class _Group:
             parent.stdin.write(json.dumps([str(self._folder), of_rank]) + "\n")
             parent.stdin.flush()
             found = next(int(line) for line in parent.stdout if line.strip().isdecimal())  # DeepSpeed logs there, too
-            self._processes.append(psutil.Process(found))
+            self.processes.append(psutil.Process(found))
 
     def run(self, function, arguments, timeout_seconds, *, ends):
         job = next(self._jobs)
         torch.save((function, arguments, ends), self._folder / f"job{job}.pt")
         for pipe in self._pipes:
             os.write(pipe, f"{job}\n".encode())
-        results = [self._folder / f"result{job}.{rank}.pt" for rank in range(len(self._processes))]
+        results = [self._folder / f"result{job}.{rank}.pt" for rank in range(len(self.processes))]
         deadline = time.monotonic() + timeout_seconds
         while not all(path.exists() for path in results):
             # The first one that fails matters: the others then wait for it or complain about it.
-            ended = [rank for rank, process in enumerate(self._processes) if not process.is_running()]
+            ended = [rank for rank, process in enumerate(self.processes) if not process.is_running()]
             failed = [rank for rank in ended if not results[rank].exists()]
             others = [rank for rank in range(len(results)) if rank not in failed[:1]]
             assert not failed, "\n".join(map(self._output, failed[:1] + others))
@@ -116,16 +128,16 @@ class _Group:
     @property
     def num_threads(self):
         """Of the process that has most."""
-        return max(process.num_threads() for process in self._processes)
+        return max(process.num_threads() for process in self.processes)
 
     def _output(self, rank):
         return f"rank {rank}:\n{(self._folder / f'log{rank}.txt').read_text()[-6000:]}"
 
     def end(self):
-        for process in self._processes:
+        for process in self.processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(self._processes)
+        psutil.wait_procs(self.processes)
         for pipe in self._pipes:
             os.close(pipe)
         self._name.cleanup()

@@ -21,7 +21,7 @@ from omnibal.vlm import load_model
 from tests.engine import test_families as families
 from tests.engine.cases import changed, run_of, settings
 from tests.engine.demo import demo_config
-from tests.engine.launch import launch
+from tests.engine.launch import all_end, launch
 from tests.engine.small import Case, names_of, plain_gradients, plain_training, save_small_model, small_samples
 from tests.engine.test_units import (
     ADAM,
@@ -149,6 +149,12 @@ def test_training_equals_plain_transformers_and_a_resumed_run_every_bit_of_one_t
             )
             for name, weight in whole["weights"].items() if is_exact else ():
                 torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5, msg=name)
+
+
+def test_all_end_when_one_is_killed(model, tmp_path):
+    case = spread((0, 7, 10), ONE, model=str(model), zero_stage=1)
+    assert all_end(2, "tests.engine.cases:steps_until_killed", case, 1, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_every_kind_of_encoder_trains_as_plain_transformers(tmp_path):

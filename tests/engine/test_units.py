@@ -11,9 +11,13 @@ from omnibal.cluster import Encoder
 from omnibal.engine.grid import check_unit_run
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition
+from omnibal.vlm import load_model
+from tests.engine import test_families as families
 from tests.engine.cases import changed, run_of, settings
-from tests.engine.launch import launch
+from tests.engine.launch import all_end, launch
 from tests.engine.small import Case, names_of, plain_gradients, plain_training, save_small_model, small_samples
+from tests.families.models import small_config
+from tests.vlm.families import family_samples, plain_family_model, plain_steps
 
 pytestmark = pytest.mark.distributed
 
@@ -45,6 +49,10 @@ CASES = {
         "2 for 1, frozen encoder": (units((0, 4, 10), ONE, 2, zero_stage=1, frozen=("vision",)), EXACT),
         "2 for 1, within the encoder": (units((0, 3, 10), ONE, 2, schedule="zero-bubble-lean"), EXACT),
     },
+    4: {
+        "3 for 1": (units((0, 5, 10), EMPTY_ONE, 3), EXACT),
+        "3 for 1, ZeRO 1": (units((0, 4, 10), EMPTY_ONE, 3, zero_stage=1, schedule="1f1b"), EXACT),
+    },
     5: {
         "1 for 2 of two stages": (units((0, 5, 7, 10), EMPTY_TWO, 1), EXACT),
         "1 for 2 of two stages, ZeRO 1": (units((0, 5, 7, 10), TWO, 1, zero_stage=1), EXACT),
@@ -54,6 +62,7 @@ CASES = {
 }
 DEEP = {
     3: [Case((0, 4, 6, 10), ONE), units((0, 5, 10), TWO, 1), units((0, 5, 10), ONE, 2, schedule="1f1b")],
+    4: [],
     5: [],
 }
 ADAM = {"lr": 3e-3, "betas": [0.9, 0.99], "weight_decay": 0.01, "eps": 1e-3}
@@ -138,6 +147,27 @@ def test_training_equals_plain_transformers(num_processes, model):
                 torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5, msg=name)
 
 
+def test_deep_stack_features_of_qwen3_vl_cross_the_border(tmp_path):
+    plain_family_model(small_config("qwen3_vl")).save_pretrained(tmp_path)
+    kinds = [record.kind for record in load_model(tmp_path).records]
+    cut, (of_one,) = kinds.index("projector") + 1, families.PACKS
+    cases = [
+        units((0, cut, len(kinds)), packs, replicas, model=str(tmp_path), zero_stage=1, steps=STEPS,
+              extra=families.SETTINGS)
+        for packs, replicas in (([of_one], 2), ([of_one[::2], of_one[1::2]], 1))
+    ]  # fmt: skip
+    losses, norms, weights = plain_steps(
+        tmp_path, [family_samples("qwen3_vl")] * STEPS, clipping=families.CLIPPING, **families.ADAM
+    )
+    for results in launch(3, "tests.engine.cases:several_steps", cases):
+        for case, result in zip(cases, results, strict=True):
+            assert result["losses"] == pytest.approx(losses, rel=1e-4), case
+            assert result["norms"] == pytest.approx(norms, rel=1e-3), case
+            assert result["weights"]
+            for name, weight in result["weights"].items():
+                torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5, msg=f"{name} in {case}")
+
+
 @pytest.mark.parametrize("num_processes", [3, 5])
 def test_a_resumed_run_has_every_bit_of_one_that_went_on(num_processes, model, tmp_path):
     optimizer = {"type": "AdamW", "params": ADAM | {"torch_adam": True}}
@@ -154,6 +184,13 @@ def test_a_resumed_run_has_every_bit_of_one_that_went_on(num_processes, model, t
             assert resumed["norms"] == whole["norms"][-1:]
             assert all(torch.equal(weight, whole["weights"][name]) for name, weight in resumed["weights"].items())
             assert resumed["weights"].keys() == whole["weights"].keys() != set()
+
+
+@pytest.mark.parametrize("killed", [0, 2])
+def test_all_end_when_one_is_killed(killed, model, tmp_path):
+    case = units((0, 5, 10), TWO, 1, model=str(model), zero_stage=1)
+    assert all_end(3, "tests.engine.cases:steps_until_killed", case, killed, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_each_rank_of_a_dataset_reads_the_packs_of_its_own_replica(model):
