@@ -10,18 +10,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from omnibal.data.lengths import SampleLengths
     from omnibal.data.limits import PackLimits
+    from omnibal.dispatch.rollouts import balanced_rows
     from omnibal.engine.initialize import initialize
     from omnibal.feeds.sampler import BalancedBatchSampler
     from omnibal.integrations.checking import check_packing
     from omnibal.plan import Plan
 
-__all__ = ["BalancedBatchSampler", "PackLimits", "Plan", "SampleLengths", "check_packing", "initialize"]
+__all__ = [
+    "BalancedBatchSampler", "PackLimits", "Plan", "SampleLengths", "balanced_rows", "check_packing", "initialize",
+]  # fmt: skip
 
 _MODULES = {
     "SampleLengths": "omnibal.data.lengths",
     "PackLimits": "omnibal.data.limits",
     "BalancedBatchSampler": "omnibal.feeds.sampler",
     "Plan": "omnibal.plan",
+    "balanced_rows": "omnibal.dispatch.rollouts",
     "check_packing": "omnibal.integrations.checking",
     "initialize": "omnibal.engine.initialize",
 }

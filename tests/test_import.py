@@ -32,6 +32,8 @@ from omnibal import BalancedBatchSampler, PackLimits, SampleLengths
 lengths = SampleLengths([1, 3, 5, 4] * 8, [300, 900, 1400, 1100] * 8)
 for method in ("balanced", "isf", "random"):
     list(BalancedBatchSampler(lengths, PackLimits(9, 4096), num_replicas=2, rank=0, method=method))
+from omnibal import balanced_rows
+balanced_rows(lengths, "InternVL3-8B", 2, 4096)
 """
     assert loaded_by(use) == set()
 

@@ -13,6 +13,7 @@ Assumptions:
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final, Literal
 
 import numpy as np
@@ -57,6 +58,18 @@ def phase_costs(profile: ModelProfile, *, recompute: Level = "none") -> dict[str
             again = layer.recompute_seconds.get(recompute, CostModel())
             costs[f"{part} backward"] += layer.backward_seconds + layer.weight_seconds + again
     return costs
+
+
+def sample_costs(profile: ModelProfile, *, recompute: Level = "none") -> tuple[CostModel, CostModel]:
+    """What a sample costs in the encoder and in the LLM, forward and backward.
+
+    What a micro-batch costs whatever it holds is left out: it is the same on all ranks.
+    """
+    costs = phase_costs(profile, recompute=recompute)
+    vision, llm = (
+        replace(costs[f"{part} forward"] + costs[f"{part} backward"], fixed=0.0) for part in ("vision", "language")
+    )
+    return vision, llm
 
 
 def wait(costs: Mapping[str, ArrayLike], layout: Sharding) -> dict[str, FloatArray]:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from omnibal.advise.wait import phase_costs
-from omnibal.cost import CostModel, IntArray
+from omnibal.advise.wait import sample_costs
+from omnibal.cost import IntArray
 from omnibal.data.limits import PackLimits
 from omnibal.dispatch.step_plan import COLUMNS, Costs, Link, StepPlan, plan_step
 from omnibal.errors import ConfigError, DataError, said
@@ -270,17 +270,12 @@ def counted_costs(
     profile = counted_profile(model, torch.cuda.get_device_name(device) if on_gpu else None)
     if profile is None:
         return Costs(limits=limits)
-    phases = phase_costs(profile, recompute=recompute)
-    costs = Costs(vision=_per_sample(phases, "vision"), llm=_per_sample(phases, "language"), limits=limits)
+    vision, llm = sample_costs(profile, recompute=recompute)
+    costs = Costs(vision=vision, llm=llm, limits=limits)
     if not on_gpu:
         return costs
     latency, speed = measured_link(group, device)
     return replace(costs, link=Link(latency, speed, **carried_bytes(model, num_positions), phases_meet=phases_meet))
-
-
-def _per_sample(costs: Mapping[str, CostModel], part: str) -> CostModel:
-    # The fixed part, what a micro-batch costs whatever it holds, is the same on all ranks.
-    return replace(costs[f"{part} forward"] + costs[f"{part} backward"], fixed=0.0)
 
 
 def carried_bytes(model: Any, num_positions: int) -> dict[str, float]:

@@ -1,7 +1,6 @@
 """Dividing samples over ranks, beside brute force and beside what is proved of each method."""
 
 import itertools
-import runpy
 
 import numpy as np
 import pytest
@@ -174,20 +173,6 @@ def test_wrong_arguments_are_named(arguments, message):
 def test_what_cannot_fit_says_by_how_much(costs, message):
     with pytest.raises(InfeasibleError, match=message):
         divide(costs, 2, limits=[4])
-
-
-def test_rollouts_are_dealt_into_as_many_micro_batches_on_every_rank():
-    example = runpy.run_path("launch/examples/rollouts.py")
-    tiles, tokens = example["rollouts"](prompts=64, answers=4)
-    dealt = example["deal"](tiles, tokens, num_ranks=4, most_tokens=32768)
-    assert len({len(rank) for rank in dealt}) == 1
-    parts = [micro_batch for rank in dealt for micro_batch in rank]
-    assert sorted(number for part in parts for number in part) == list(range(len(tokens)))
-    assert max(tokens[part].sum() for part in parts) <= 32768
-    for cost in (tiles, tokens + tokens**2 / 40_000):
-        assert example["excess"](dealt, cost) < 1.03
-    with pytest.raises(InfeasibleError, match="of at most 5000 "):
-        example["deal"](tiles, tokens, num_ranks=4, most_tokens=5000)
 
 
 def test_padded_attention_is_that_of_a_plain_list():
