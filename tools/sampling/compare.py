@@ -111,7 +111,7 @@ def _compare(lengths: SampleLengths, limits: PackLimits, batch: int, python: Pat
 
 
 def _head(name: str) -> str:
-    versions = ", ".join(f"{package} {_peer_version(package)}" for package in PEERS)
+    versions = ", ".join(f"{package} {peer_version(package)}" for package in PEERS)
     return (
         f"# Samplers side by side\n\n{machine('numpy', 'numba')}; peers: {versions}."
         f"\n\n{name}; one micro-batch per rank and step.\n"
@@ -119,7 +119,8 @@ def _head(name: str) -> str:
     )
 
 
-def _peer_version(package: str) -> str:
+def peer_version(package: str) -> str:
+    """The version of a peer that requirements name."""
     lines = (HERE / "requirements.txt").read_text() + (HERE / "requirements-bare.txt").read_text()
     return next(line.split("==")[1] for line in lines.splitlines() if line.startswith(f"{package}=="))
 

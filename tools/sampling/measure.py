@@ -2,12 +2,13 @@
 
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import numpy.typing as npt
 
 from omnibal.cost import Load
 from omnibal.data.epoch import arrange_epoch
@@ -35,6 +36,8 @@ class Planned:
 
     packs: Packs
     seconds: float
+    encoded: npt.NDArray[np.int64] | None = None
+    """Vision units of each micro-batch's rank where images were sent to other ranks."""
 
 
 def plan_by_rule(name: str, task: Task) -> Planned:
@@ -52,23 +55,24 @@ def plan_ours(method: Method, task: Task) -> Planned:
     return _timed(arrange, task)
 
 
-def plan_by_peers(task: Task, python: Path) -> dict[str, Planned]:
-    """Plan by all peers' packages, in a process of their environment."""
+def plan_by_peers(task: Task, python: Path, names: Sequence[str] = ()) -> dict[str, Planned]:
+    """Plan by peers' packages, by all of them or those named, in a process of their environment."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         np.savez(
             folder / "task.npz",
             llm_tokens=task.lengths.llm_tokens,
+            vision_units=task.lengths.vision_units,
             num_replicas=task.num_replicas,
             batch_size=task.batch_size,
             most_tokens=task.limits.llm_tokens,
             seed=task.seed,
         )
         script = Path(__file__).with_name("peers.py")
-        subprocess.run([python, script, folder / "task.npz", folder], check=True, stderr=subprocess.DEVNULL)
+        subprocess.run([python, script, folder / "task.npz", folder, *names], check=True, stderr=subprocess.DEVNULL)
         found = {path.stem: np.load(path) for path in sorted(folder.glob("*.npz")) if path.stem != "task"}
         return {
-            name: Planned(Packs(file["samples"], file["starts"]), float(file["seconds"]))
+            name: Planned(Packs(file["samples"], file["starts"]), float(file["seconds"]), file.get("encoded"))
             for name, file in found.items()
         }
 

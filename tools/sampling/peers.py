@@ -1,18 +1,22 @@
 """Other packages' samplers on given lengths. Runs in the peers' environment, which knows nothing of omnibal.
 
-    python peers.py task.npz folder
+    python peers.py task.npz folder [name …]
 
-reads ``llm_tokens``, ``num_replicas``, ``batch_size``, ``most_tokens`` and ``seed``, and writes for each peer a file
-with ``samples`` and ``starts`` (its micro-batches in running order: step after step, rank after rank) and ``seconds``:
-those of the package's own work for one rank, on one process; what is compiled is compiled before.
+reads ``llm_tokens``, ``vision_units``, ``num_replicas``, ``batch_size``, ``most_tokens`` and ``seed``, and writes for
+each peer (of the names, or all) a file with ``samples`` and ``starts`` (its micro-batches in running order: step after
+step, rank after rank) and ``seconds``: those of the package's own work for one rank, on one process; what is compiled
+is compiled before. Files of lmms-engine also have ``encoded``: the vision units of each micro-batch where its
+``lpt_balance`` has sent images to other ranks.
 """
 
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 
 import binpacking
 import numpy as np
@@ -20,7 +24,9 @@ import torch
 from accelerate.data_loader import BatchSamplerShard
 from axolotl.utils.samplers.multipack import MultipackBatchSampler
 from datasets import Dataset, disable_progress_bars
-from torch.utils.data import BatchSampler, RandomSampler, Sampler
+from lmms_engine.parallel.vit_parallel.balance import lpt_balance
+from nemo_automodel.components.datasets.vlm.neat_packing_vlm import greedy_knapsack_vt_balanced
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 from trl.data_utils import pack_dataset
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
@@ -51,6 +57,7 @@ class Task:
     """What is to be packed, and for whom; ``watch`` runs while a package works."""
 
     llm_tokens: list[int]
+    vision_units: list[int]
     num_replicas: int
     batch_size: int
     most_tokens: int
@@ -63,7 +70,8 @@ class Task:
 
     def anew(self, count: int | None = None) -> "Task":
         """The same, or its first samples, with a stopwatch at zero."""
-        return replace(self, llm_tokens=self.llm_tokens[:count], watch=Stopwatch())
+        first = self.llm_tokens[:count], self.vision_units[:count]
+        return replace(self, llm_tokens=first[0], vision_units=first[1], watch=Stopwatch())
 
 
 def transformers_random(task: Task) -> MicroBatches:
@@ -155,6 +163,31 @@ def verl_karmarkar_karp(task: Task) -> MicroBatches:
     return packs
 
 
+def automodel_vt_balanced(task: Task) -> MicroBatches:
+    """NeMo Automodel: a knapsack by tokens, then packs in the order of their vision, dealt one after another."""
+    return _dealt(_automodel(task), task, shuffle=False)
+
+
+def automodel_shuffled(task: Task) -> MicroBatches:
+    """The same packs, dealt in random order."""
+    return _dealt(_automodel(task), task, shuffle=True)
+
+
+def lmms_first_fit(task: Task) -> MicroBatches:
+    """lmms-engine's FirstFitPacking on each rank's part of the shuffled stream."""
+    return _lmms("FirstFitPacking", task)
+
+
+def lmms_best_fit(task: Task) -> MicroBatches:
+    """lmms-engine's BestFitPacking on each rank's part of the shuffled stream."""
+    return _lmms("BestFitPacking", task)
+
+
+def lmms_balanced(task: Task) -> MicroBatches:
+    """lmms-engine's BalancedPacking on each rank's part of the shuffled stream."""
+    return _lmms("BalancedPacking", task)
+
+
 PEERS: dict[str, Callable[[Task], MicroBatches]] = {
     peer.__name__: peer
     for peer in (
@@ -165,6 +198,11 @@ PEERS: dict[str, Callable[[Task], MicroBatches]] = {
         axolotl_multipack,
         binpacking_constant_volume,
         verl_karmarkar_karp,
+        automodel_vt_balanced,
+        automodel_shuffled,
+        lmms_first_fit,
+        lmms_best_fit,
+        lmms_balanced,
     )
 }
 
@@ -185,6 +223,55 @@ def _shuffled(packs: MicroBatches, task: Task) -> MicroBatches:
     rows = _Listed([[row] for row in order], 1)
     ranks = [list(BatchSamplerShard(rows, task.num_replicas, rank)) for rank in _ranks(task)]
     return [packs[row] for (row,) in _interleaved(ranks)]
+
+
+def _automodel(task: Task) -> MicroBatches:
+    with task.watch:
+        return greedy_knapsack_vt_balanced(task.llm_tokens, task.most_tokens, task.vision_units)
+
+
+def _dealt(packs: MicroBatches, task: Task, *, shuffle: bool) -> MicroBatches:
+    """Packs dealt to ranks by torch's own sampler, which repeats some where they do not fill the last step."""
+    options = {"num_replicas": task.num_replicas, "shuffle": shuffle, "seed": task.seed}
+    ranks = [[packs[n] for n in DistributedSampler(packs, rank=rank, **options)] for rank in _ranks(task)]
+    return _interleaved(ranks)
+
+
+def _lmms(name: str, task: Task) -> MicroBatches:
+    order = torch.randperm(len(task.llm_tokens), generator=task.generator()).tolist()
+    ranks = []
+    for rank in _ranks(task):
+        packer, packs = getattr(_lmms_packing(), name)(task.most_tokens), []
+        with task.watch if rank == 0 else Stopwatch():
+            for sample in order[rank :: task.num_replicas]:
+                if task.llm_tokens[sample] <= task.most_tokens:  # the caller leaves longer ones out
+                    packs += packer.add(sample, task.llm_tokens[sample])
+            packs += packer.flush()
+        ranks.append(packs)
+    return _interleaved(ranks)
+
+
+@cache
+def _lmms_packing() -> ModuleType:
+    """lmms-engine's packing alone: the folder above it imports readers of audio and video."""
+    package = importlib.util.find_spec("lmms_engine")
+    folder = Path(package.origin).parent / "datasets" / "packing"
+    spec = importlib.util.spec_from_file_location(
+        "lmms_packing", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    module = sys.modules["lmms_packing"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def encoded_by_lpt(packs: MicroBatches, task: Task) -> list[int]:
+    """Vision units of each micro-batch's rank where lpt_balance moves images, one a sample, between a step's ranks."""
+    units: list[int] = []
+    for start in range(0, len(packs), task.num_replicas):
+        step = packs[start : start + task.num_replicas]
+        loads = [task.vision_units[sample] for pack in step for sample in pack]
+        units += lpt_balance(loads, task.num_replicas, frames_per_rank=[len(pack) for pack in step])[1]
+    return units
 
 
 class _Listed(BatchSampler):
@@ -209,23 +296,26 @@ def _interleaved(ranks: Sequence[MicroBatches]) -> MicroBatches:
     return [batch for step in zip(*ranks, strict=False) for batch in step]
 
 
-def main(source: Path, folder: Path) -> None:
-    """Run every peer on a task."""
+def main(source: Path, folder: Path, names: Sequence[str]) -> None:
+    """Run peers on a task."""
     disable_progress_bars()
     given = np.load(source)
     task = Task(
         given["llm_tokens"].tolist(),
+        given["vision_units"].tolist(),
         *(int(given[name]) for name in ("num_replicas", "batch_size", "most_tokens", "seed")),
     )
-    for name, peer in PEERS.items():
+    for name in names or PEERS:
+        peer = PEERS[name]
         peer(task.anew(4 * task.batch_size * task.num_replicas))
         timed = task.anew()
         packs = peer(timed)
         print(f"{name}: {len(packs)} micro-batches in {timed.watch.seconds:.2f} s", flush=True)
         samples = np.concatenate([np.array(pack, dtype=np.int64) for pack in packs])
         starts = np.cumsum([0, *map(len, packs)])
-        np.savez(folder / f"{name}.npz", samples=samples, starts=starts, seconds=timed.watch.seconds)
+        more = {"encoded": encoded_by_lpt(packs, timed)} if name.startswith("lmms") else {}
+        np.savez(folder / f"{name}.npz", samples=samples, starts=starts, seconds=timed.watch.seconds, **more)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
