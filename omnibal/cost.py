@@ -24,6 +24,7 @@ class Load:
         llm_tokens_squared: Sum over the micro-batch's samples of ``tokens²``: attention never crosses a sample.
         vision_squared: Sum over the micro-batch's images of ``patches²``, for ViTs that attend over a whole image.
         target_tokens: Tokens that carry loss, which is all the head works on; by default all in the LLM's sequence.
+        sound_units: What an encoder of sound beside the ViT works on.
 
     The arguments broadcast to one shape and are kept as read-only float arrays, 0-dimensional for numbers.
 
@@ -36,13 +37,14 @@ class Load:
         (2, Load(vision_units=0.0, llm_tokens=100.0, llm_tokens_squared=0.0, vision_squared=0.0, target_tokens=30.0))
     """
 
-    __slots__ = ("llm_tokens", "llm_tokens_squared", "target_tokens", "vision_squared", "vision_units")
+    __slots__ = ("llm_tokens", "llm_tokens_squared", "sound_units", "target_tokens", "vision_squared", "vision_units")
 
     vision_units: FloatArray
     llm_tokens: FloatArray
     llm_tokens_squared: FloatArray
     vision_squared: FloatArray
     target_tokens: FloatArray
+    sound_units: FloatArray
 
     def __init__(
         self,
@@ -51,9 +53,10 @@ class Load:
         llm_tokens_squared: ArrayLike = 0,
         vision_squared: ArrayLike = 0,
         target_tokens: ArrayLike | None = None,
+        sound_units: ArrayLike = 0,
     ) -> None:
         target_tokens = llm_tokens if target_tokens is None else target_tokens
-        given = (vision_units, llm_tokens, llm_tokens_squared, vision_squared, target_tokens)
+        given = (vision_units, llm_tokens, llm_tokens_squared, vision_squared, target_tokens, sound_units)
         columns = dict(zip(_SIZES, given, strict=True))
         arrays = {name: _sizes(name, column) for name, column in columns.items()}
         try:
@@ -127,10 +130,11 @@ class Load:
         return Load, tuple(getattr(self, name) for name in _SIZES)
 
     def __repr__(self) -> str:
-        return f"Load({', '.join(f'{name}={getattr(self, name).tolist()}' for name in _SIZES)})"
+        shown = (name for name in _SIZES if name != "sound_units" or self.sound_units.any())
+        return f"Load({', '.join(f'{name}={getattr(self, name).tolist()}' for name in shown)})"
 
 
-_SIZES = ("vision_units", "llm_tokens", "llm_tokens_squared", "vision_squared", "target_tokens")
+_SIZES = ("vision_units", "llm_tokens", "llm_tokens_squared", "vision_squared", "target_tokens", "sound_units")
 
 
 def _sizes(name: str, values: ArrayLike) -> FloatArray:
@@ -171,6 +175,8 @@ class CostModel:
     """Cost per squared patch, summed within images."""
     target_tokens: float = 0.0
     """Cost per token that carries loss."""
+    sound_units: float = 0.0
+    """Cost per unit of an encoder of sound."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -216,7 +222,7 @@ class CostModel:
         # fewer different loads than coefficients the fit is one of many that reproduce the values.
         columns = [np.ones(loads.shape), *(getattr(loads, name) for name in _SIZES)]
         if np.array_equal(loads.target_tokens, loads.llm_tokens):
-            columns[-1] = np.zeros(loads.shape)
+            columns[1 + _SIZES.index("target_tokens")] = np.zeros(loads.shape)
         matrix = np.stack([column.ravel() for column in columns], axis=1)
         if len(costs) == 0 or len(costs) != len(matrix):
             raise ConfigError(f"values must be one per load and at least one, got {len(costs)} for {len(matrix)} loads")

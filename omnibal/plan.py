@@ -206,7 +206,7 @@ class Plan:
             "layout": {
                 name: value for name, value in asdict(self.layout).items() if (name, value) != ("encoder", None)
             },
-            "limits": asdict(self.limits),
+            "limits": self.limits.record(),
             "micro_batches": self.micro_batches,
             "partition": list(self.partition.boundaries),
             "recompute": [levels_in_words(self.recompute[a:b]) for a, b in pairwise(self.partition.boundaries)],

@@ -133,6 +133,7 @@ def _statistics(name: str, lengths: SampleLengths) -> dict[str, Any]:
         "vision_units": _distribution(lengths.vision_units),
         "llm_tokens": _distribution(lengths.llm_tokens),
         "target_tokens": None if targets is None else _distribution(targets),
+        "sound_units": None if lengths.sound_units is None else _distribution(lengths.sound_units),
     }
 
 
@@ -155,9 +156,10 @@ def lengths_table(figures: Mapping[str, Any], vision_unit: str = "vision units")
     sources = figures["sources"]
     rows: list[Sequence[str]] = []
     for entry in [*sources, *([figures["all"]] if len(sources) > 1 else [])]:
-        targets = entry["target_tokens"]
+        targets, sounds = entry["target_tokens"], entry["sound_units"]
         rows += [
             (entry["name"], vision_unit, *cells(entry["vision_units"])),
+            *([("", "sound units", *cells(sounds))] if sounds else []),
             (f"  {entry['samples']:,} samples", "LLM tokens", *cells(entry["llm_tokens"])),
             (
                 f"  {entry['with_image'] / max(entry['samples'], 1):.1%} with image",

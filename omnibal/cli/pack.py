@@ -200,7 +200,7 @@ class _Task:
         """The task as JSON values."""
         return {
             "samples": len(self.lengths),
-            "limits": asdict(self.limits),
+            "limits": self.limits.record(),
             "num_replicas": self.num_replicas,
             "micro_batches": self.micro_batches,
             "seed": self.packing.seed,

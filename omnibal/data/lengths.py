@@ -1,4 +1,4 @@
-"""SampleLengths: what each sample brings to the ViT and to the LLM, as columns that can be memory-mapped."""
+"""SampleLengths: what each sample brings to each encoder and to the LLM, as columns that can be memory-mapped."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,10 @@ COLUMN_TYPES: Final = {
     "target_tokens": np.int32,
     "vision_squared": np.int64,
     "source": np.int32,
+    "sound_units": np.int32,
 }
+FURTHER_ENCODERS: Final = ("sound_units",)
+"""Columns of encoders beside the first one, whose column is ``vision_units``: the planner levels each of them apart."""
 MOST_COUNT: Final = 2**31 - 1
 
 
@@ -35,12 +38,15 @@ class SampleLengths:
     name, so that every process that gets them maps the same memory.
 
     Args:
-        vision_units: What each sample brings to the ViT: tiles, or patches of a native-resolution ViT. At least 0.
+        vision_units: What each sample brings to the ViT: tiles, or patches of a native-resolution ViT; where the model
+            has another encoder alone, what the sample brings to that. At least 0.
         llm_tokens: Tokens each sample brings to the LLM, image tokens included. At least 0.
         target_tokens: Tokens of each sample that carry loss.
         vision_squared: Sum of patches² over each sample's images: the attention cost of a native-resolution ViT.
         source: Which dataset each sample comes from, as small integers.
         source_names: What the datasets are called, by these integers; by default "0", "1", ….
+        sound_units: What each sample brings to an encoder of sound that the model has beside its ViT.
+        unit_name: What ``vision_units`` count, such as ``"windows"``; by default patches where their squares are known.
 
     Raises:
         DataError: A column is not one-dimensional and integer, has another length, or holds an entry that is
@@ -56,6 +62,7 @@ class SampleLengths:
     target_tokens: Final[npt.NDArray[np.int32] | None]
     vision_squared: Final[npt.NDArray[np.int64] | None]
     source: Final[npt.NDArray[np.int32] | None]
+    sound_units: Final[npt.NDArray[np.int32] | None]
 
     def __init__(
         self,
@@ -66,6 +73,8 @@ class SampleLengths:
         vision_squared: npt.ArrayLike | None = None,
         source: npt.ArrayLike | None = None,
         source_names: Sequence[str] | npt.NDArray[Any] | None = None,
+        sound_units: npt.ArrayLike | None = None,
+        unit_name: str | None = None,
     ) -> None:
         self._folder: Path | None = None
         self.vision_units = _column("vision_units", vision_units)
@@ -73,6 +82,8 @@ class SampleLengths:
         self.target_tokens = None if target_tokens is None else _column("target_tokens", target_tokens)
         self.vision_squared = None if vision_squared is None else _column("vision_squared", vision_squared)
         self.source = None if source is None else _column("source", source)
+        self.sound_units = None if sound_units is None else _column("sound_units", sound_units)
+        self._unit_name = unit_name
         self._names = None if source_names is None else _checked_names(source_names, self.source)
         _check_equal_lengths(self.columns())
 
@@ -90,8 +101,12 @@ class SampleLengths:
 
     @property
     def vision_unit(self) -> str:
-        """What images are counted in: ``"patches"`` where their squares are known, else not told by lengths."""
-        return "vision units" if self.vision_squared is None else "patches"
+        """What ``vision_units`` count: by the given name, or ``"patches"`` where their squares are known."""
+        return self._unit_name or ("vision units" if self.vision_squared is None else "patches")
+
+    def further_units(self) -> dict[str, npt.NDArray[np.int32]]:
+        """Return the columns of further encoders that are present, by name."""
+        return {name: column for name in FURTHER_ENCODERS if (column := getattr(self, name)) is not None}
 
     def columns(self) -> dict[str, IntArray]:
         """Return the columns that are present, by name."""
@@ -114,6 +129,8 @@ class SampleLengths:
             total_target_tokens=None if self.target_tokens is None else int(self.target_tokens.sum(dtype=np.int64)),
             max_vision_units=int(self.vision_units.max(initial=0)),
             max_llm_tokens=int(self.llm_tokens.max(initial=0)),
+            total_sound_units=None if self.sound_units is None else int(self.sound_units.sum(dtype=np.int64)),
+            max_sound_units=None if self.sound_units is None else int(self.sound_units.max(initial=0)),
         )
 
     @cached_property
@@ -131,6 +148,7 @@ class SampleLengths:
         return SampleLengths(
             **{name: column[chosen] for name, column in self.columns().items()},
             source_names=None if self._names is None else np.array(self._names),
+            unit_name=self._unit_name,
         )
 
     @classmethod
@@ -153,7 +171,7 @@ class SampleLengths:
                 )
         joined = {name: np.concatenate([part.columns()[name] for part in parts]) for name in names[0]}
         source = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-        return cls(**joined, source=source, source_names=source_names)
+        return cls(**joined, source=source, source_names=source_names, unit_name=parts[0]._unit_name)
 
     @classmethod
     def from_token_lengths(cls, paths: str | Path | Sequence[str | Path]) -> "SampleLengths":
@@ -177,7 +195,8 @@ class SampleLengths:
         What was there is replaced at the end, when all is written: an interrupted write leaves it as it was (between
         the renamings, a folder that ``load`` refuses), and whoever has it open (also ``self``) keeps it.
         """
-        write_columns(Path(path), self.columns(), self.content_hash, self.summary, self._names)
+        named = {"source_names": self._names, "unit_name": self._unit_name}
+        write_columns(Path(path), self.columns(), self.content_hash, self.summary, named)
 
     @classmethod
     def load(cls, path: str | Path) -> "SampleLengths":
@@ -193,6 +212,7 @@ class SampleLengths:
         for name in COLUMN_TYPES:
             setattr(lengths, name, columns.get(name))
         lengths._names = None if record.source_names is None else tuple(record.source_names)
+        lengths._unit_name = record.unit_name
         lengths.summary = record.summary
         lengths.content_hash = record.content_hash
         return lengths

@@ -1,6 +1,6 @@
 """PackLimits: the most a pack may hold."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Final
 
 import numpy as np
@@ -24,6 +24,7 @@ class PackLimits:
         full_vision_units: Q'_v: a pack with as many is full. By default ``vision_units`` (1 where that is 0, so that
             an empty vision load never makes a pack full).
         full_llm_tokens: Q'_t: a pack with as many is full. By default max(``llm_tokens`` / 2, ``llm_tokens`` − 128).
+        sound_units: Most units of an encoder of sound beside the ViT; None for no limit but that of the tokens.
 
     Raises:
         ConfigError: A limit is negative or above 2**22, or a full mark lies outside 1 … its limit.
@@ -36,6 +37,7 @@ class PackLimits:
     llm_tokens: int
     full_vision_units: int
     full_llm_tokens: int
+    sound_units: int | None = field(default=None, repr=False)
 
     def __init__(
         self,
@@ -44,6 +46,7 @@ class PackLimits:
         *,
         full_vision_units: int | None = None,
         full_llm_tokens: int | None = None,
+        sound_units: int | None = None,
     ) -> None:
         vision_units = integer("vision_units", vision_units, 0, MOST)
         llm_tokens = integer("llm_tokens", llm_tokens, 1, MOST)
@@ -57,13 +60,29 @@ class PackLimits:
         full = integer("full_vision_units", full_vision_units, 1, max(vision_units, 1))
         object.__setattr__(self, "full_vision_units", full)
         object.__setattr__(self, "full_llm_tokens", integer("full_llm_tokens", full_llm_tokens, 1, llm_tokens))
+        if sound_units is not None:
+            sound_units = integer("sound_units", sound_units, 0, MOST)
+        object.__setattr__(self, "sound_units", sound_units)
+
+    def most(self, encoder: str) -> int:
+        """The most units of an encoder, by its column of the lengths."""
+        most = getattr(self, encoder)
+        return MOST if most is None else int(most)
+
+    def record(self) -> dict[str, int]:
+        """The limits as JSON values, by name; an encoder without a limit is left out."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     def oversized(self, lengths: SampleLengths) -> npt.NDArray[np.int64]:
         """Return the samples, ascending, that exceed a limit on their own; reads no sample where none can."""
         summary = lengths.summary
-        if summary.max_vision_units <= self.vision_units and summary.max_llm_tokens <= self.llm_tokens:
+        further = lengths.further_units()
+        fits = all(getattr(summary, f"max_{name}") <= self.most(name) for name in further)
+        if fits and summary.max_vision_units <= self.vision_units and summary.max_llm_tokens <= self.llm_tokens:
             return np.zeros(0, dtype=np.int64)
         over = (lengths.vision_units > self.vision_units) | (lengths.llm_tokens > self.llm_tokens)
+        for name, units in further.items():
+            over |= units > self.most(name)
         return np.flatnonzero(over)
 
     def refuse_none(self, lengths: SampleLengths) -> None:

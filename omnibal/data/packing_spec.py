@@ -114,6 +114,8 @@ class PackingSpec:
             if self.method != "balanced":
                 raise ConfigError(f"method must be 'balanced' under a mixture, got {self.method!r}")
             object.__setattr__(self, "mixture", Mixture.of(self.mixture))
+        if self.method != "balanced" and self.limits.sound_units is not None:
+            raise ConfigError(f"method must be 'balanced' where sounds have a limit, got {self.method!r}")
         if self.oversized == "error":
             self.limits.refuse_oversized(self.lengths)
         if self.oversized == "drop" and len(self.oversized_samples):
@@ -156,11 +158,12 @@ class PackingSpec:
         return {
             "num_samples": len(self.lengths),
             "content_hash": self.lengths.content_hash,
-            "limits": list(asdict(self.limits).values()),
+            "limits": list(self.limits.record().values()),
             "method": self.method,
             "seed": self.seed,
             "oversized": self.oversized,
-            "cost": None if self.cost is None else list(asdict(self.cost).values()),
+            # An entry for sounds only where there is one: states of older versions stay valid.
+            "cost": self.cost and [*asdict(self.cost).values()][: None if self.cost.sound_units else -1],
             "exchange_steps": self.exchange_steps,
             **({"iterations": self.iterations} if self.method == "isf" else {}),
             "mixture": None if self.mixture is None else self.mixture.record(self.lengths.source_names),

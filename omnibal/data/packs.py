@@ -104,7 +104,8 @@ class Packs:
         vision_squared = 0 if lengths.vision_squared is None else self.sums(lengths.vision_squared)
         squares = _pack_sums(lengths.llm_tokens, self.samples, self.starts, True)
         targets = None if lengths.target_tokens is None else self.sums(lengths.target_tokens)
-        return Load(self.vision_units(lengths), self.llm_tokens(lengths), squares, vision_squared, targets)
+        sounds = 0 if lengths.sound_units is None else self.sums(lengths.sound_units)
+        return Load(self.vision_units(lengths), self.llm_tokens(lengths), squares, vision_squared, targets, sounds)
 
     def sums(self, values: IntArray) -> npt.NDArray[np.int64]:
         """Sum of ``values[sample]`` over the samples of each pack; 0 for an empty pack."""

@@ -33,6 +33,8 @@ class LengthSummary:
     total_target_tokens: int | None
     max_vision_units: int
     max_llm_tokens: int
+    total_sound_units: int | None = None
+    max_sound_units: int | None = None
 
 
 class ColumnsRecord(BaseModel):
@@ -45,6 +47,7 @@ class ColumnsRecord(BaseModel):
     content_hash: str
     summary: LengthSummary
     source_names: list[str] | None = None
+    unit_name: str | None = None
 
 
 def write_columns(
@@ -52,7 +55,7 @@ def write_columns(
     columns: Mapping[str, npt.NDArray[Any]],
     content_hash: str,
     summary: LengthSummary,
-    source_names: Sequence[str] | None,
+    named: Mapping[str, str | Sequence[str] | None],
 ) -> None:
     """Write columns and their summary in place of what the folder held of them.
 
@@ -64,7 +67,7 @@ def write_columns(
         "columns": list(columns),
         "content_hash": content_hash,
         "summary": asdict(summary),
-        **({} if source_names is None else {"source_names": list(source_names)}),
+        **{name: value for name, value in named.items() if value is not None},
     }
     with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as scratch:
         for name, column in columns.items():

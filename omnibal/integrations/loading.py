@@ -86,7 +86,8 @@ class PackSampler(BalancedBatchSampler):
         All tokens count as targets: what a host gains by its head, it gains without balance as well.
         """
         load = self.step(step).load(self.lengths)
-        return Load(load.vision_units, load.llm_tokens, load.llm_tokens_squared, load.vision_squared)
+        sizes = load.vision_units, load.llm_tokens, load.llm_tokens_squared, load.vision_squared
+        return Load(*sizes, sound_units=load.sound_units)
 
     def _filler(self, is_empty: bool, lacks_image: bool) -> int | None:
         if lacks_image and self._smallest_with_image is not None:

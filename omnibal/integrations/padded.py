@@ -57,7 +57,8 @@ class PaddedSampler(PackSampler):
         longest = np.array([self.lengths.llm_tokens[pack].max(initial=0) for pack in packs], dtype=np.float64)
         load = packs.load(self.lengths)
         columns = load.vision_units, packs.sizes * longest, packs.sizes * longest**2, load.vision_squared
-        return Load(*(column.reshape(shape) for column in columns))
+        sounds = load.sound_units.reshape(shape)
+        return Load(*(column.reshape(shape) for column in columns), sound_units=sounds)
 
 
 def deal_padded(samples: IntArray, lengths: SampleLengths, limits: PackLimits, count: int) -> Packs:

@@ -275,7 +275,7 @@ class PacksCallback(RecipeCallback):
             f"omnibal: {samples} samples in {len(steps)} steps of {seconds / len(steps):.3g} s, without loading "
             f"{samples / seconds:.3g} samples a second"
         )
-        waiting = Waiting(figures["dist_ratio_vision"], figures["dist_ratio_tokens"], None)
+        waiting = Waiting(figures["dist_ratio_vision"], figures["dist_ratio_tokens"], None, figures["dist_ratio_sound"])
         text += "".join(f"; {told}" for told in waiting.told(self._sampler.num_replicas, self.vision_unit))
         if "waited_seconds" in figures and self._sampler.num_replicas > 1:
             text += f"; by counted costs a rank waited {figures['waited_seconds']:.2g} s a step"
@@ -292,6 +292,7 @@ def _means(steps: list[TrainedStep]) -> dict[str, float]:
     figures = {
         "dist_ratio_vision": sum(step.waiting.vision for step in steps) / count,
         "dist_ratio_tokens": sum(step.waiting.tokens for step in steps) / count,
+        "dist_ratio_sound": sum(step.waiting.sound for step in steps) / count,
     }
     shares = [(step.waiting.share, step.seconds) for step in steps]
     if all(share is not None for share, _ in shares):

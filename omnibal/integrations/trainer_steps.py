@@ -264,24 +264,27 @@ class Waiting:
     """Dist Ratio in LLM tokens, padding included."""
     share: float | None
     """Share of the steps' seconds that ranks wait, by counted costs; None without costs."""
+    sound: float = 0.0
+    """Dist Ratio in units of an encoder of sound beside the ViT."""
 
     @classmethod
     def of(cls, loads: Load, costs: Costs | None, layout: Sharding) -> "Waiting":
         """Waiting in steps whose loads have shape (steps, ranks, micro-batches)."""
-        columns = loads.vision_units, loads.llm_tokens
+        columns = loads.vision_units, loads.llm_tokens, loads.sound_units
         if MEETINGS[layout] == "step":
             columns = tuple(column.sum(axis=2) for column in columns)
         share = None
         if costs is not None:
             busy, waited = _busy_and_waited(loads, costs, layout)
             share = float(waited.sum() / (busy + waited).sum())
-        return cls(dist_ratio(columns[0]), dist_ratio(columns[1]), share)
+        return cls(dist_ratio(columns[0]), dist_ratio(columns[1]), share, dist_ratio(columns[2]))
 
     def told(self, num_ranks: int, vision_unit: str) -> list[str]:
         """Dist Ratios in words; none of one rank, which waits for nobody."""
         if num_ranks == 1:
             return []
-        return [f"Dist Ratio {self.vision:.1%} in {vision_unit}, {self.tokens:.1%} in tokens"]
+        sound = f", {self.sound:.1%} in sound units" if self.sound else ""
+        return [f"Dist Ratio {self.vision:.1%} in {vision_unit}, {self.tokens:.1%} in tokens{sound}"]
 
 
 def _busy_and_waited(loads: Load, costs: Costs, layout: Sharding) -> tuple[FloatArray, FloatArray]:

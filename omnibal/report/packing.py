@@ -56,6 +56,8 @@ class PackingFigures:
     dist_ratio_tokens: float
     dist_ratio_cost: float
     """Dist Ratio of what micro-batches cost the LLM."""
+    dist_ratio_sound: float | None
+    """Dist Ratio of an encoder of sound beside the ViT; None where there is none."""
     randomness: float
     """χ² per degree of freedom of the steps' mixes: 1 as shuffled, more where sorted; NaN with nothing to compare."""
     largest: Largest
@@ -112,6 +114,8 @@ def measure_packing(
     filled = packs.sizes > 0
     # A sample over a limit may be alone in its pack; packs of several must keep the limits.
     over = (load.vision_units > limits.vision_units) | (load.llm_tokens > limits.llm_tokens)
+    for name in lengths.further_units():
+        over |= getattr(load, name) > limits.most(name)
     return PackingFigures(
         method=method,
         samples=int((times > 0).sum()),
@@ -124,6 +128,7 @@ def measure_packing(
         dist_ratio_vision=dist_ratio(load.vision_units[steps]),
         dist_ratio_tokens=dist_ratio(load.llm_tokens[steps]),
         dist_ratio_cost=dist_ratio(cost(load)[steps]),
+        dist_ratio_sound=None if lengths.sound_units is None else dist_ratio(load.sound_units[steps]),
         randomness=step_randomness(source_mix(mix_labels(lengths), packs, steps)),
         largest=Largest(
             *(int(column.max(initial=0)) for column in (load.vision_units, load.llm_tokens, load.llm_tokens_squared))
@@ -144,6 +149,7 @@ def mix_labels(lengths: SampleLengths) -> IntArray:
     return np.searchsorted(bounds, lengths.llm_tokens, side="right")
 
 
+SOUND_ROW: Final = "Dist Ratio, sound units"
 # Rows of the table, each with the form of its cells; None ends a section.
 _ROWS: Final[tuple[tuple[str, str] | None, ...]] = (
     ("packs", "{0.packs:,}"),
@@ -156,6 +162,7 @@ _ROWS: Final[tuple[tuple[str, str] | None, ...]] = (
     ("  if packs were padded", "{0.pad_ratio_if_padded:.3f}"),
     None,
     ("Dist Ratio, {vision_unit}", "{0.dist_ratio_vision:.4f}"),
+    (SOUND_ROW, "{0.dist_ratio_sound:.4f}"),
     ("Dist Ratio, LLM tokens", "{0.dist_ratio_tokens:.4f}"),
     ("Dist Ratio, LLM cost", "{0.dist_ratio_cost:.4f}"),
     ("χ² of steps (1: shuffled)", "{0.randomness:.2f}"),
@@ -172,7 +179,10 @@ _ROWS: Final[tuple[tuple[str, str] | None, ...]] = (
 def packing_table(figures: Sequence[PackingFigures], num_replicas: int = 2, vision_unit: str = "vision units") -> Table:
     """Figures row by row, methods side by side; one rank has nobody to wait for."""
     rows = list[tuple[str, ...]]()
+    without_sound = any(entry.dist_ratio_sound is None for entry in figures)
     for row in _ROWS:
+        if row is not None and row[0] == SOUND_ROW and without_sound:
+            continue
         if row is None:
             rows.append(())
         elif num_replicas > 1 or not row[0].startswith("Dist Ratio"):

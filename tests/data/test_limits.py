@@ -11,9 +11,15 @@ from tests.data.strategies import pack_limits, sample_lengths
 
 
 def test_full_marks_by_default():
-    assert dataclasses.astuple(PackLimits(9, 4096)) == (9, 4096, 9, 3968)
-    assert dataclasses.astuple(PackLimits(0, 101)) == (0, 101, 1, 51)
-    assert dataclasses.astuple(PackLimits(9, 4096, full_vision_units=8, full_llm_tokens=4000)) == (9, 4096, 8, 4000)
+    assert dataclasses.astuple(PackLimits(9, 4096)) == (9, 4096, 9, 3968, None)
+    assert dataclasses.astuple(PackLimits(0, 101)) == (0, 101, 1, 51, None)
+    assert dataclasses.astuple(PackLimits(9, 4096, full_vision_units=8, full_llm_tokens=4000)) == (
+        9,
+        4096,
+        8,
+        4000,
+        None,
+    )
 
 
 def test_equal_limits_are_equal_and_survive_a_dictionary():

@@ -23,21 +23,30 @@ from omnibal.compiled import compiled_part
 from omnibal.data.balance.mixes import stays_random
 from omnibal.data.balance.rules import Rules
 from omnibal.data.balance.tables import (
+    AIM,
     COST_OVER_MEAN,
     COST_SUM,
     COUNT,
     FIRST,
+    FURTHER_PACK,
+    FURTHER_SUM,
+    GAIN_ROOM,
+    GAIN_WIDTH,
     MASK,
     MEMBER,
     MOST_SUBSETS,
     NEXT,
     NOWHERE,
+    OTHER_OVER,
+    OVER,
+    SLACK,
     TOKEN_ROOM,
     TOKEN_SUM,
     VISION,
     VISION_OVER_MEAN,
     VISION_ROOM,
     VISION_SUM,
+    Further,
     Int32Array,
     Int64Array,
     Integer,
@@ -113,6 +122,8 @@ def exchange(
         _within(-packs[other, VISION_ROOM]), _within(-packs[other, TOKEN_ROOM]),
     )  # fmt: skip
     goal, distance = _aim(packs, pack, other, vision_bias, repairs, free_vision, over)
+    for encoder in range(len(tables.further.goals)):
+        distance += _aim_further(tables, rules, pack, other, encoder, plain, repairs)
     if distance <= gain and not repairs:
         return False
     # Where both packs list all their subsets, to swap all other samples makes the same two packs with changed places.
@@ -124,9 +135,9 @@ def exchange(
     mine, num_mine = _list_subsets(samples, packs, pack, round_index, small, kept, subsets[0])
     theirs, num_theirs = _list_subsets(samples, packs, other, round_index + 1, small, False, subsets[1])
     if repairs:
-        given, taken = least_over(subsets, num_mine, num_theirs, goal, over)
+        given, taken = least_over(subsets, num_mine, num_theirs, goal, over, tables.further)
     else:
-        given, taken = nearest(subsets, num_mine, num_theirs, goal, np.int32(distance - gain))
+        given, taken = nearest(subsets, num_mine, num_theirs, goal, np.int32(distance - gain), tables.further)
     if given < 0:
         return False
     give, take = subsets[0, MASK, given], subsets[1, MASK, taken]
@@ -145,6 +156,10 @@ def exchange(
         packs[row, COST_OVER_MEAN] += sign * cost
         packs[row, VISION_ROOM] -= sign * vision
         packs[row, TOKEN_ROOM] -= sign * tokens
+        for encoder in range(len(tables.further.goals)):
+            moved = subsets[1, FURTHER_SUM + encoder, taken] - subsets[0, FURTHER_SUM + encoder, given]
+            packs[row, FURTHER_PACK + 2 * encoder] += sign * moved
+            packs[row, FURTHER_PACK + 2 * encoder + 1] -= sign * moved
     first, other_first = packs[pack, FIRST], packs[other, FIRST]
     packs[pack, FIRST] = packs[other, FIRST] = NOWHERE
     _relink(samples, packs, first, pack, other, subsets[0], mine, give)
@@ -180,6 +195,27 @@ def _aim(
         np.uint32(room[0] + other_room[0]), np.uint32(room[1] + other_room[1]), np.int32(slack),
     )  # fmt: skip
     return goal, distance
+
+
+@compiled_part
+def _aim_further(
+    tables: Tables, rules: Rules, pack: Integer, other: Integer, encoder: int, plain: bool, repairs: bool
+) -> Integer:
+    """Write what a swap should move of a further encoder's load, and return how far from that it is to move nothing."""
+    packs, free, goals = tables.packs, tables.further.free, tables.further.goals
+    over_mean = FURTHER_PACK + 2 * encoder
+    load = _within((packs[pack, over_mean] - packs[other, over_mean]) >> 1)
+    mean = packs[pack, over_mean] + packs[other, over_mean] + 1 >> 1
+    least_free = min(free[pack // rules.step_packs, encoder], free[other // rules.step_packs, encoder])
+    slack = _within(max(least_free - mean, 0)) if plain else 0
+    over, other_over = _within(-packs[pack, over_mean + 1]), _within(-packs[other, over_mean + 1])
+    shared = 0 if repairs else 1
+    room = max(-over, 0) + shared * max(other_over, 0)
+    goals[encoder, AIM], goals[encoder, SLACK] = load, slack
+    goals[encoder, OVER], goals[encoder, OTHER_OVER] = over, other_over
+    goals[encoder, GAIN_ROOM] = room
+    goals[encoder, GAIN_WIDTH] = room + max(-other_over, 0) + shared * max(over, 0)
+    return max(abs(load) - slack, 0)
 
 
 @compiled_part
@@ -221,7 +257,7 @@ def _add_subsets(samples: Int32Array, table: Int32Array, members: int, small: in
         # which becomes vector instructions and no branch. What the list of members still holds from another pack,
         # beyond this pack's members, is masked to weigh nothing.
         known = (1 << members) - 1
-        for row in range(VISION_SUM, TOKEN_SUM + 1):
+        for row in range(VISION_SUM, len(table)):
             column = row - VISION_SUM + VISION
             one = samples[table[MEMBER, 0], column] & -(known & 1)
             two = samples[table[MEMBER, 1], column] & -(known >> 1 & 1)
@@ -240,16 +276,16 @@ def _add_subsets(samples: Int32Array, table: Int32Array, members: int, small: in
     number = 1 + members
     for member in range(members):
         table[MASK, 1 + member] = 1 << member
-        for load in range(TOKEN_SUM - VISION_SUM + 1):
+        for load in range(len(table) - VISION_SUM):
             table[VISION_SUM + load, 1 + member] = samples[table[MEMBER, member], VISION + load]
     if small > 1:
         # Single member m is subset 1 + m: a pair is the sum of two of these.
         for apart in range(1, members):
             for first in range(1, min(members - apart, MOST_SUBSETS - number) + 1):
-                for row in range(MASK, TOKEN_SUM + 1):  # the masks share no bit: their sum is their union
+                for row in range(MASK, len(table)):  # the masks share no bit: their sum is their union
                     table[row, number] = table[row, first] + table[row, first + apart]
                 number += 1
-    for row in range(MASK, TOKEN_SUM + 1):
+    for row in range(MASK, len(table)):
         table[row, 0] = 0
         for subset in range(number, _whole(number)):
             table[row, subset] = 0
@@ -263,11 +299,20 @@ def _whole(number: int) -> int:
 
 
 @compiled_part
-def nearest(subsets: Int32Array, num_mine: int, num_theirs: int, goal: Goal, bound: Any) -> tuple[int, int]:
+def nearest(
+    subsets: Int32Array, num_mine: int, num_theirs: int, goal: Goal, bound: Any, further: Further
+) -> tuple[int, int]:
     """Find the subset of each pack whose swap moves what is nearest to the goal; −1 twice if none is within bound."""
     best, given = bound, -1
     for subset in range(num_mine):
         least = FAR
+        if len(further.goals):
+            _list_distances(subsets, subset, num_theirs, goal, further)
+            for candidate in range(num_theirs):
+                least = min(least, further.distances[candidate])
+            if least < best:
+                best, given = least, subset
+            continue
         # Only the least distance, not where it is, and nothing that branches: so compilers make vector instructions
         # of this loop, eight candidates at a time. Which candidate it was is looked up once, at the end.
         for candidate in range(_whole(num_theirs)):
@@ -277,6 +322,11 @@ def nearest(subsets: Int32Array, num_mine: int, num_theirs: int, goal: Goal, bou
     taken = -1
     if given >= 0:
         taken = 0
+        if len(further.goals):
+            _list_distances(subsets, given, num_theirs, goal, further)
+            while further.distances[taken] != best:
+                taken += 1
+            return given, taken
         while _distance(subsets, given, taken, goal) != best:
             taken += 1
     return given, taken
@@ -300,18 +350,43 @@ def _distance(subsets: Int32Array, subset: int, candidate: int, goal: Goal) -> A
 
 
 @compiled_part
-def least_over(subsets: Int32Array, num_mine: int, num_theirs: int, goal: Goal, over: OverLimit) -> tuple[int, int]:
+def _list_distances(subsets: Int32Array, subset: int, number: int, goal: Goal, further: Further) -> None:
+    """Write ``_distance`` of one subset to all candidates, the loads of further encoders included."""
+    distances = further.distances
+    for candidate in range(number):
+        distances[candidate] = _distance(subsets, subset, candidate, goal)
+    for encoder in range(len(further.goals)):
+        row, mine = FURTHER_SUM + encoder, subsets[0, FURTHER_SUM + encoder, subset]
+        aim, slack = np.int32(further.goals[encoder, AIM]), np.int32(further.goals[encoder, SLACK])
+        room, width = np.int32(further.goals[encoder, GAIN_ROOM]), np.uint32(further.goals[encoder, GAIN_WIDTH])
+        for candidate in range(number):
+            moved = np.int32(mine - subsets[1, row, candidate])
+            away = max(np.int32(abs(np.int32(moved - aim)) - slack), np.int32(0))
+            fits = (np.uint32(np.int32(moved + room)) <= width) & (distances[candidate] != FAR)
+            distances[candidate] = np.int32(distances[candidate] + away) if fits else FAR
+
+
+@compiled_part
+def least_over(
+    subsets: Int32Array, num_mine: int, num_theirs: int, goal: Goal, over: OverLimit, further: Further
+) -> tuple[int, int]:
     """Find the swap after which packs are least over their limits, and of those the most even one; as ``nearest``."""
     best, given, taken = FAR, -1, -1
     for subset in range(num_mine):
+        if len(further.goals):
+            _list_distances(subsets, subset, num_theirs, goal, further)
         for candidate in range(num_theirs):
-            far = _distance(subsets, subset, candidate, goal)
+            far = further.distances[candidate] if len(further.goals) else _distance(subsets, subset, candidate, goal)
             if far < FAR:
                 vision = subsets[0, VISION_SUM, subset] - subsets[1, VISION_SUM, candidate]
                 tokens = subsets[0, TOKEN_SUM, subset] - subsets[1, TOKEN_SUM, candidate]
                 # What both packs would be over both limits; evenness decides among swaps that leave the same.
                 left = max(over.vision - vision, 0) + max(over.tokens - tokens, 0)
                 left += max(over.other_vision + vision, 0) + max(over.other_tokens + tokens, 0)
+                for encoder in range(len(further.goals)):
+                    moved = subsets[0, FURTHER_SUM + encoder, subset] - subsets[1, FURTHER_SUM + encoder, candidate]
+                    left += max(further.goals[encoder, OVER] - moved, 0)
+                    left += max(further.goals[encoder, OTHER_OVER] + moved, 0)
                 far = np.int32((far >> UNEVENNESS_BITS) + left)
                 if far < best:
                     best, given, taken = far, subset, candidate

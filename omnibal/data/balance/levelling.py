@@ -12,12 +12,17 @@ from omnibal.data.balance.tables import (
     COST_OVER_MEAN,
     COUNT,
     FIRST,
+    FURTHER,
+    FURTHER_PACK,
+    MOST,
     NEXT,
     NOWHERE,
     TOKEN_ROOM,
+    TOLERATED,
     VISION,
     VISION_OVER_MEAN,
     VISION_ROOM,
+    WEIGHT,
     Int64Array,
     Integer,
     Tables,
@@ -39,6 +44,8 @@ REPAIRS: Final = 16
 """Exchanges that a repair may try, per pack of the window."""
 PLACE_BITS: Final = 20
 """Bits of a pack's place in its window."""
+ALL_LOADS: Final = -1
+"""Stands for the sum of a pack's loads where a column is asked for."""
 
 
 def level_window(tables: Tables, rules: Rules, seed: np.uint64) -> int:
@@ -100,6 +107,27 @@ def center(tables: Tables, rules: Rules, first: bool, last: bool) -> None:
         if last and rules.num_replicas == rules.step_packs:
             limit = packs[begin, VISION_OVER_MEAN] + packs[begin, VISION_ROOM]
             tables.free_vision[step] = limit if costliest > limit else _least_most_vision(tables, rules, begin)
+        for encoder in range(len(rules.further)):
+            _center_further(tables, rules, step, number, encoder, last)
+
+
+@compiled_part
+def _center_further(tables: Tables, rules: Rules, step: Integer, number: int, encoder: int, last: bool) -> None:
+    """Measure a further encoder's load of a step's packs against their mean; up to the largest sample it is free."""
+    packs, samples, column = tables.packs, tables.samples, FURTHER_PACK + 2 * encoder
+    begin, total, largest = step * rules.step_packs, np.int64(0), np.int64(0)
+    for place in range(number):
+        total += packs[tables.scratch_packs[place], column]
+    for pack in range(begin, begin + rules.step_packs):
+        packs[pack, column] -= total // number
+        sample = packs[pack, FIRST]
+        while sample != NOWHERE:
+            largest = max(largest, np.int64(samples[sample, FURTHER + encoder]))
+            sample = samples[sample, NEXT]
+    if last and rules.num_replicas == rules.step_packs:
+        # limit - room = load = mean + over mean
+        load = rules.further[encoder, MOST] * rules.further[encoder, WEIGHT] - packs[begin, column + 1]
+        tables.further.free[step, encoder] = largest - (load - packs[begin, column])
 
 
 @compiled_part
@@ -128,15 +156,21 @@ def level_parts(tables: Tables, rules: Rules, part_packs: int, rounds: int, heav
     packs, order = tables.packs, tables.scratch_packs
     for begin in range(0, len(packs), part_packs):
         number = open_packs(packs, begin, min(part_packs, len(packs) - begin), order)
-        for round_index in range(rounds):
-            wrong = 0
-            for place in range(number):
-                wrong += _vision_wrong(tables, rules, order[place]) != 0
-            # Vision units decide in every other round while they are uneven: they come in few sizes, and are soon
+        loads = 2 + len(rules.further)
+        for round_index in range(rounds * loads // 2):
+            # The encoders take turns with the cost while they are uneven: vision units come in few sizes, and are soon
             # even or never.
-            by_vision = wrong > 0 and round_index % 2 == 0 and not heaviest_alone
-            # By vision units alone in such a round, by cost alone in the others.
-            sort_packs(packs, order, tables.scratch_weights, number, by_vision, not by_vision)
+            turn, wrong = round_index % loads, 0
+            for place in range(number if turn < loads - 1 else 0):
+                if turn:
+                    wrong += _further_wrong(tables, rules, order[place], turn - 1)
+                else:
+                    wrong += _vision_wrong(tables, rules, order[place]) != 0
+            column = COST_OVER_MEAN
+            if wrong > 0 and not heaviest_alone:
+                column = FURTHER_PACK + 2 * (turn - 1) if turn else VISION_OVER_MEAN
+            # By one load alone in each round.
+            sort_packs(packs, order, tables.scratch_weights, number, column)
             tries = done = 0
             for place in range(number - 1 if heaviest_alone else number // 2):
                 if heaviest_alone:
@@ -196,7 +230,8 @@ def even_vision(tables: Tables, rules: Rules, group_packs: int, seed: Any) -> No
 def repair(tables: Tables, rules: Rules, seed: np.uint64) -> int:
     """Let packs over a limit meet others of the window until none is left; return how many are."""
     number, tries = len(tables.packs), REPAIRS * len(tables.packs)
-    rooms = tables.packs[:, [VISION_ROOM, TOKEN_ROOM]].T  # a copy
+    room_columns = [VISION_ROOM, TOKEN_ROOM, *range(FURTHER_PACK + 1, tables.packs.shape[1], 2)]
+    rooms = tables.packs[:, room_columns].T  # a copy
     for round_index in range(rules.effort.repair_rounds):
         if rooms.min(initial=0) >= 0 or tries == 0:
             break
@@ -204,7 +239,7 @@ def repair(tables: Tables, rules: Rules, seed: np.uint64) -> int:
         # machines sort alike.
         roomy = np.argsort(np.ascontiguousarray(-rooms << PLACE_BITS) + np.arange(number))
         tries = repair_packs(tables, rules, roomy, seed + np.uint64(round_index * number << 20), round_index, tries)
-        rooms = tables.packs[:, [VISION_ROOM, TOKEN_ROOM]].T
+        rooms = tables.packs[:, room_columns].T
     return int((rooms < 0).any(axis=0).sum())
 
 
@@ -213,15 +248,19 @@ def repair_packs(tables: Tables, rules: Rules, roomy: Int64Array, seed: Any, rou
     """Let every pack over a limit meet roomy ones and random ones in turns; return how many more meetings there may be.
 
     Args:
-        roomy: Packs by their room for vision units, and by their room for tokens, those with most room first.
+        roomy: Packs by their room for vision units, for tokens, and for each further encoder, most room first.
     """
     packs, number = tables.packs, len(tables.packs)
     served = 0
     for pack in range(number):
         if not _is_over(packs, pack):
             continue
-        # The first row of ``roomy`` is by vision units, the second by tokens.
+        # Rows of ``roomy``: vision units, tokens, further encoders.
         scarce = 0 if packs[pack, VISION_ROOM] < 0 else 1
+        if scarce and packs[pack, TOKEN_ROOM] >= 0:
+            for encoder in range(len(rules.further)):
+                if packs[pack, FURTHER_PACK + 2 * encoder + 1] < 0:
+                    scarce = 2 + encoder
         draws = seed + np.uint64(pack << 20)
         for look in range(min(LOOKS << max(round_index - 1, 0), 2 * number)):
             if not _is_over(packs, pack) or tries == 0:
@@ -240,6 +279,9 @@ def repair_packs(tables: Tables, rules: Rules, roomy: Int64Array, seed: Any, rou
 @compiled_part
 def _has_room(packs: Int64Array, pack: Integer, other: Integer) -> bool:
     """Tell whether another pack has room for some of what a pack holds too much."""
+    for column in range(FURTHER_PACK + 1, packs.shape[1], 2):
+        if packs[pack, column] < 0 and packs[other, column] <= 0:
+            return False
     return bool(
         (packs[pack, VISION_ROOM] >= 0 or packs[other, VISION_ROOM] > 0)
         and (packs[pack, TOKEN_ROOM] >= 0 or packs[other, TOKEN_ROOM] > 0)
@@ -249,6 +291,9 @@ def _has_room(packs: Int64Array, pack: Integer, other: Integer) -> bool:
 @compiled_part
 def _is_over(packs: Int64Array, pack: Integer) -> bool:
     """Tell whether a pack exceeds a limit."""
+    for column in range(FURTHER_PACK + 1, packs.shape[1], 2):
+        if packs[pack, column] < 0:
+            return True
     return bool(packs[pack, VISION_ROOM] < 0 or packs[pack, TOKEN_ROOM] < 0)
 
 
@@ -263,8 +308,19 @@ def _vision_wrong(tables: Tables, rules: Rules, pack: Integer) -> int:
 
 
 @compiled_part
+def _further_wrong(tables: Tables, rules: Rules, pack: Integer, encoder: int) -> bool:
+    """Tell whether a pack's load of a further encoder is away from its step's mean."""
+    over, tolerance = tables.packs[pack, FURTHER_PACK + 2 * encoder], rules.further[encoder, TOLERATED]
+    free = tables.further.free[pack // rules.step_packs, encoder]
+    return bool(over > max(free, tolerance) or (over < -tolerance and free <= tolerance))
+
+
+@compiled_part
 def _is_uneven(tables: Tables, rules: Rules, pack: Integer) -> bool:
     """Tell whether a pack is worth a meeting: away from its step's mean, or over a limit."""
+    for encoder in range(len(rules.further)):
+        if _further_wrong(tables, rules, pack, encoder):
+            return True
     return bool(
         _vision_wrong(tables, rules, pack) != 0
         or abs(tables.packs[pack, COST_OVER_MEAN]) > TOLERANCE
@@ -293,14 +349,17 @@ def _is_filled(packs: Int64Array, pack: Integer) -> bool:
 
 
 @compiled_part
-def sort_packs(
-    packs: Int64Array, order: Int64Array, weights: Int64Array, number: int, by_vision: bool, by_cost: bool
-) -> None:
-    """Sort packs from light to heavy by one load or by their sum: Shell's sort, quick on what is nearly sorted."""
-    vision, cost = np.int64(by_vision), np.int64(by_cost)
+def sort_packs(packs: Int64Array, order: Int64Array, weights: Int64Array, number: int, column: Integer) -> None:
+    """Sort packs from light to heavy by a column, or by the sum of all loads: quick on what is nearly sorted."""
+    # Shell's sort.
     for place in range(number):
         pack = order[place]
-        weights[place] = vision * packs[pack, VISION_OVER_MEAN] + cost * packs[pack, COST_OVER_MEAN]
+        if column == ALL_LOADS:
+            weights[place] = packs[pack, VISION_OVER_MEAN] + packs[pack, COST_OVER_MEAN]
+            for further in range(FURTHER_PACK, packs.shape[1], 2):
+                weights[place] += packs[pack, further]
+        else:
+            weights[place] = packs[pack, column]
     # Insertion sort of every gap-th pack, then of nearer ones: gaps of 1, 4, 13, 40, …
     gap = 1
     while gap < number // 3:

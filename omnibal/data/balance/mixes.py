@@ -8,9 +8,9 @@ from omnibal.compiled import compiled, compiled_part
 from omnibal.data.balance.rules import Rules
 from omnibal.data.balance.tables import (
     COST,
+    FURTHER,
     MEMBER,
     MIX,
-    TOKENS,
     VISION,
     FloatArray,
     Int32Array,
@@ -31,8 +31,8 @@ LEAST_VARIANCE: Final = 1e-9
 
 
 def count_mixes(samples: Int32Array, order: Int64Array, starts: Int64Array) -> Mixes:
-    """Choose thresholds of size, of cost beyond vision units and of vision units; count every step's samples below."""
-    drawn = samples[::EVERY].astype(np.float64) if len(samples) else np.zeros((1, TOKENS + 1))
+    """Choose thresholds of size, of cost beyond vision units and of each encoder; count every step's samples below."""
+    drawn = samples[::EVERY].astype(np.float64) if len(samples) else np.zeros((1, samples.shape[1]))
     vision, cost = drawn[:, VISION], drawn[:, COST]
     # Size alone does not tell a long text from a picture. So the second measure is what a sample costs beyond what its
     # vision units would say, at the mean cost of a unit.
@@ -40,7 +40,7 @@ def count_mixes(samples: Int32Array, order: Int64Array, starts: Int64Array) -> M
     sizes = (
         (vision + cost, QUANTILES),
         (cost - vision * per_unit, QUANTILES),
-        (np.unique(vision), DISTINCT_QUANTILES),
+        *((np.unique(units), DISTINCT_QUANTILES) for units in (vision, *drawn[:, FURTHER:].T)),
     )
     thresholds = np.concatenate([np.quantile(size, shares, method="lower") for size, shares in sizes])
     steps, columns = len(starts) - 1, thresholds.size
@@ -63,12 +63,14 @@ def _count(
         for place in range(starts[step], starts[step + 1]):
             sample = order[place]
             vision, cost = np.float64(samples[sample, VISION]), np.float64(samples[sample, COST])
-            bits = 1 << last  # then a bit per threshold of each of the three measures
+            bits = 1 << last  # then a bit per threshold of each measure
             for number in range(half):
                 bits |= (vision + cost <= thresholds[number]) << number
                 bits |= (cost - vision * per_unit <= thresholds[half + number]) << (half + number)
             for number in range(2 * half, last):
-                bits |= (vision <= thresholds[number]) << number
+                encoder = (number - 2 * half) // len(DISTINCT_QUANTILES)
+                units = vision if encoder == 0 else np.float64(samples[sample, FURTHER + encoder - 1])
+                bits |= (units <= thresholds[number]) << number
             samples[sample, MIX] = bits
             for column in range(last + 1):
                 counts[step, column] += bits >> column & 1

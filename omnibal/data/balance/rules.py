@@ -5,12 +5,14 @@
 """
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from omnibal.cost import CostModel, Load
-from omnibal.data.balance.tables import Int32Array
+from omnibal.data.balance.tables import Int32Array, Int64Array
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import MOST_ROUNDINGS, rounded_shares
@@ -72,6 +74,12 @@ class Demand(NamedTuple):
     """Standard deviation of a sample's driving load, relative to the mean."""
     other_spread: float
     """The same of the other load's difference from the driving one."""
+    mean_further: Mapping[str, float] = MappingProxyType({})
+    """Units of a sample in each further encoder, by the column of the lengths."""
+    further: float = 0.0
+    """Packs per sample that the further encoder ask for whose limit is the tightest."""
+    further_spread: float = 0.0
+    """Standard deviation of a sample's units in that encoder, relative to the mean."""
 
     def packs_needed(self, blocks: int, window: int, reserve: float = RESERVE) -> float:
         """Packs for all samples: the bound, and a reserve for what chance makes of the parts that are planned alone.
@@ -87,6 +95,8 @@ class Demand(NamedTuple):
         return self.num_samples * max(
             self.driver * (1 + max(reserve, CLOSING + SIGMAS * by_block)),
             self.other * (1 + CLOSING + SIGMAS * math.hypot(by_block, by_window)),
+            self.further
+            * (1 + CLOSING + SIGMAS * self.further_spread * math.sqrt(max(1 / max(window, 1), 1 / number))),
         )
 
 
@@ -125,6 +135,7 @@ def survey(
         totals[not by_tokens] / FULL / max(num_samples, 1),
         _spread(driver),
         _spread(driver, other),
+        *_survey_further(lengths, limits, chosen),
     )
 
 
@@ -136,6 +147,19 @@ def _sizes(lengths: SampleLengths, limits: PackLimits, chosen: IntArray | slice 
     over = (vision > limits.vision_units) | (tokens > limits.llm_tokens)
     vision[over], tokens[over] = limits.vision_units, limits.llm_tokens
     return vision, tokens
+
+
+def _survey_further(
+    lengths: SampleLengths, limits: PackLimits, chosen: IntArray | None
+) -> tuple[dict[str, float], float, float]:
+    """Mean units of a sample in each further encoder, and the packs per sample and spread of the tightest one."""
+    part, means, tightest = slice(None) if chosen is None else chosen, dict[str, float](), (0.0, 0.0)
+    for name, units in lengths.further_units().items():
+        most = limits.most(name)
+        fitting = np.minimum(units[part], most).astype(np.float64)
+        mean = means[name] = float(fitting.mean()) if len(fitting) else 0.0
+        tightest = max(tightest, (mean / max(most, 1), float(fitting.std()) / mean if mean else 0.0))
+    return means, *tightest
 
 
 Weights = tuple[Int32Array, bool]
@@ -276,6 +300,8 @@ class Rules(NamedTuple):
     repair_first: bool
     """Whether packs are brought under the limits before they are levelled: where samples hardly fit."""
     effort: Effort
+    further: Int64Array = np.zeros((0, 3), dtype=np.int64)
+    """A row per further encoder: load of a unit, units that a pack may hold, load by which packs may differ."""
 
     def for_another_attempt(self) -> "Rules":
         """Rules for samples that did not fit: limits first, and more repairs than trials of a number of steps make."""
@@ -330,5 +356,15 @@ def make_rules(demand: Demand, task: PackingTask, num_packs: int) -> tuple[Rules
         whole_vision=whole_vision,
         repair_first=False,
         effort=task.effort,
+        further=_further_rules(demand, limits, per_pack),
     )
     return rules, np.arange(limits.vision_units + 1, dtype=np.int32) if multiples else demand.shares
+
+
+def _further_rules(demand: Demand, limits: PackLimits, per_pack: float) -> Int64Array:
+    """Weights, limits and tolerances of further encoders: a mean pack's units weigh as much as its cost."""
+    rows = [
+        (max(min(int(PACK / max(per_pack * mean, 1e-9)), MOST_LOAD), 1), limits.most(name), TOLERANCE)
+        for name, mean in demand.mean_further.items()
+    ]
+    return np.array(rows, dtype=np.int64).reshape(-1, 3)

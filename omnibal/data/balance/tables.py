@@ -18,13 +18,19 @@ Integer = Any
 """An integer of Python or NumPy: compiled code makes no difference."""
 
 # Columns of ``samples``. The samples of a pack are a linked list: NEXT is the next sample of the same pack. MIX has one
-# bit per threshold of ``mixes.py`` that the sample does not exceed, and one more that is always set. Then the loads.
-NEXT, MIX, VISION, COST, TOKENS = range(5)
+# bit per threshold of ``mixes.py`` that the sample does not exceed, and one more that is always set. Then the loads;
+# from FURTHER on those of further encoders, such as sound beside a ViT.
+NEXT, MIX, VISION, COST, TOKENS, FURTHER = range(6)
 # Columns of ``packs``: first sample of the list, number of samples, loads above the mean of the step, and what is left
-# until the limits (below 0 where the pack is over a limit).
-FIRST, COUNT, VISION_OVER_MEAN, COST_OVER_MEAN, VISION_ROOM, TOKEN_ROOM = range(6)
-# Rows of ``subsets``, for either pack of an exchange: its samples; then its subsets, as bit masks, and their loads.
-MEMBER, MASK, VISION_SUM, COST_SUM, TOKEN_SUM = range(5)
+# until the limits (below 0 where the pack is over a limit). Further encoder e has the columns FURTHER_PACK + 2e (load
+# above the mean) and FURTHER_PACK + 2e + 1 (what is left until its limit).
+FIRST, COUNT, VISION_OVER_MEAN, COST_OVER_MEAN, VISION_ROOM, TOKEN_ROOM, FURTHER_PACK = range(7)
+# Rows of ``subsets``, for either pack of an exchange: its samples; then its subsets, as bit masks, and their loads, in
+# the order of the columns of ``samples``.
+MEMBER, MASK, VISION_SUM, COST_SUM, TOKEN_SUM, FURTHER_SUM = range(6)
+# Columns of ``Rules.further`` and of ``Further.goals``, a row per further encoder.
+WEIGHT, MOST, TOLERATED = range(3)
+AIM, GAIN_ROOM, GAIN_WIDTH, SLACK, OVER, OTHER_OVER = range(6)
 
 NOWHERE: Final = -1
 """End of a list of samples."""
@@ -47,6 +53,22 @@ class Mixes(NamedTuple):
     """What an exchange changes in a row of ``counts``."""
 
 
+class Further(NamedTuple):
+    """What exchanges need of encoders beyond the first; empty arrays where there is one encoder."""
+
+    free: Int64Array
+    """Shape (steps, further encoders): as ``Tables.free_vision``."""
+    goals: Int64Array
+    """Scratch, shape (further encoders, 6): what ``Goal`` and ``OverLimit`` say of vision load."""
+    distances: Int32Array
+    """Scratch, shape (MOST_SUBSETS,): distances of one subset to all others."""
+
+
+ONE_ENCODER: Final = Further(
+    np.zeros((0, 0), dtype=np.int64), np.zeros((0, 6), dtype=np.int64), np.zeros(0, dtype=np.int32)
+)
+
+
 class Tables(NamedTuple):
     """The samples and packs of consecutive steps that are planned together."""
 
@@ -61,6 +83,7 @@ class Tables(NamedTuple):
     scratch_weights: Int64Array
     subsets: Int32Array
     """Scratch space of an exchange: the samples and subsets of two packs."""
+    further: Further = ONE_ENCODER
 
 
 @compiled_part

@@ -5,7 +5,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from omnibal.compiled import compiled, compiled_part
-from omnibal.data.balance.levelling import level_window, open_packs, sort_packs
+from omnibal.data.balance.levelling import ALL_LOADS, level_window, open_packs, sort_packs
 from omnibal.data.balance.mixes import count_mixes
 from omnibal.data.balance.rules import MOST_LOAD, Rules
 from omnibal.data.balance.tables import (
@@ -13,15 +13,21 @@ from omnibal.data.balance.tables import (
     COST_OVER_MEAN,
     COUNT,
     FIRST,
+    FURTHER,
+    FURTHER_PACK,
+    MOST,
     MOST_SUBSETS,
     NEXT,
     NOWHERE,
+    OTHER_OVER,
     TOKEN_ROOM,
-    TOKEN_SUM,
     TOKENS,
     VISION,
     VISION_OVER_MEAN,
     VISION_ROOM,
+    VISION_SUM,
+    WEIGHT,
+    Further,
     Int32Array,
     Int64Array,
     Integer,
@@ -50,6 +56,8 @@ class Columns(NamedTuple):
     llm_tokens: IntArray
     vision_squared: IntArray
     """Empty where it is unknown."""
+    further: IntArray
+    """Units of further encoders, shape (samples, further encoders)."""
 
 
 def columns_of(lengths: SampleLengths) -> Columns:
@@ -58,7 +66,9 @@ def columns_of(lengths: SampleLengths) -> Columns:
     if squared is None:
         squared = np.zeros(0, dtype=np.int64)
         squared.flags.writeable = False  # as the others are: compiled code then exists once
-    return Columns(lengths.vision_units, lengths.llm_tokens, squared)
+    further = lengths.further_units()
+    units = np.stack([*further.values()], axis=1) if further else np.zeros((0, 0), dtype=np.int32)
+    return Columns(lengths.vision_units, lengths.llm_tokens, squared, units)
 
 
 def plan_window(
@@ -92,11 +102,16 @@ def plan_window(
 def _measure(chosen: Int64Array, columns: Columns, rules: Rules, share_of: Int32Array) -> Any:
     """Rows of ``Tables.samples``, and driving loads."""
     # Rows side by side: an exchange reads all loads of a few samples.
-    samples, shares = np.empty((len(chosen), TOKENS + 1), dtype=np.int32), np.empty(len(chosen), dtype=np.int32)
+    further = rules.further
+    samples = np.empty((len(chosen), FURTHER + len(further)), dtype=np.int32)
+    shares = np.empty(len(chosen), dtype=np.int32)
     per_unit, per_token, per_squared_token, per_squared_unit = rules.costs
     # One pass: the lengths of a sample lie anywhere in memory, and are read once.
     for place in range(len(chosen)):
         vision, tokens = _sizes_of(chosen[place], columns, rules)
+        for encoder in range(len(further)):
+            units = min(np.int64(columns.further[chosen[place], encoder]), further[encoder, MOST])
+            samples[place, FURTHER + encoder] = min(units * further[encoder, WEIGHT], MOST_LOAD)
         cost = per_unit * vision + per_token * tokens + per_squared_token * np.float64(tokens) * np.float64(tokens)
         if len(columns.vision_squared):
             cost += per_squared_unit * columns.vision_squared[chosen[place]]
@@ -113,7 +128,10 @@ def _measure(chosen: Int64Array, columns: Columns, rules: Rules, share_of: Int32
 def _sizes_of(sample: int, columns: Columns, rules: Rules) -> Any:
     """Vision units and tokens, at least one token; both limits for a sample over one: nothing fits beside it."""
     vision, tokens = np.int64(columns.vision_units[sample]), np.int64(columns.llm_tokens[sample])
-    if vision > rules.most_vision or tokens > rules.most_tokens:
+    over = vision > rules.most_vision or tokens > rules.most_tokens
+    for encoder in range(len(rules.further)):
+        over |= columns.further[sample, encoder] > rules.further[encoder, MOST]
+    if over:
         return np.int64(rules.most_vision), np.int64(rules.most_tokens)
     return vision, max(tokens, np.int64(1))
 
@@ -218,17 +236,24 @@ def _deal(samples: Int32Array, order: Int64Array, starts: Int64Array, rules: Rul
     """Deal the samples of every step to its packs."""
     num_steps, number = len(starts) - 1, len(samples)
     # Packs hold sums of any number of samples, in 64 bits. Samples' loads have 32: a processor compares eight at once.
-    packs = np.zeros((num_steps * rules.step_packs, TOKEN_ROOM + 1), dtype=np.int64)
+    num_further = len(rules.further)
+    packs = np.zeros((num_steps * rules.step_packs, FURTHER_PACK + 2 * num_further), dtype=np.int64)
     packs[:, FIRST] = NOWHERE
     packs[:, VISION_ROOM] = rules.most_vision * rules.vision_weight
     packs[:, TOKEN_ROOM] = rules.most_tokens * rules.token_weight
+    packs[:, FURTHER_PACK + 1 :: 2] = rules.further[:, MOST] * rules.further[:, WEIGHT]
     tables = Tables(
         samples, packs, count_mixes(samples, order, starts), np.zeros(num_steps, dtype=np.int64),
         np.empty(len(packs), dtype=np.int64), np.empty(len(packs), dtype=np.int64),
-        np.zeros((2, TOKEN_SUM + 1, MOST_SUBSETS), dtype=np.int32),
+        np.zeros((2, VISION_SUM + samples.shape[1] - VISION, MOST_SUBSETS), dtype=np.int32),
+        Further(
+            np.zeros((num_steps, num_further), dtype=np.int64), np.zeros((num_further, OTHER_OVER + 1), dtype=np.int64),
+            np.zeros(MOST_SUBSETS, dtype=np.int32),
+        ),
     )  # fmt: skip
     # Step, size from large to small, place in one number each: no two are equal, so that every machine sorts alike.
     step, size = np.repeat(np.arange(num_steps), np.diff(starts)), samples[order, VISION] + samples[order, COST]
+    size += samples[order, FURTHER:].sum(axis=1, dtype=np.int32)
     keys = (((step << SIZE_BITS) - size) << PLACE_BITS) + np.arange(number)
     deal_samples(tables, order[np.argsort(keys)], starts, rules)
     return tables
@@ -250,7 +275,7 @@ def deal_samples(tables: Tables, by_size: Int64Array, starts: Int64Array, rules:
         for place in range(starts[step], starts[step + 1]):
             if dealt == number:  # a new round: the lightest packs come first, and full ones get no company
                 number, dealt = open_packs(packs, begin, rules.step_packs, order), 0
-                sort_packs(packs, order, tables.scratch_weights, number, True, True)
+                sort_packs(packs, order, tables.scratch_weights, number, ALL_LOADS)
             sample, pack = by_size[place], order[dealt]
             dealt += 1
             prepend(samples, packs, pack, sample)
@@ -259,6 +284,9 @@ def deal_samples(tables: Tables, by_size: Int64Array, starts: Int64Array, rules:
             packs[pack, COST_OVER_MEAN] += samples[sample, COST]
             packs[pack, VISION_ROOM] -= samples[sample, VISION]
             packs[pack, TOKEN_ROOM] -= samples[sample, TOKENS]
+            for encoder in range(len(rules.further)):
+                packs[pack, FURTHER_PACK + 2 * encoder] += samples[sample, FURTHER + encoder]
+                packs[pack, FURTHER_PACK + 2 * encoder + 1] -= samples[sample, FURTHER + encoder]
 
 
 def _running_order(packs: Int64Array, rules: Rules, rng: np.random.Generator) -> Int64Array:
