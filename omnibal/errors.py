@@ -21,6 +21,7 @@ _EXTRAS: Final = {
     "accelerate": "trainer",
     "peft": "lora",
     "datasets": "data",
+    "av": "video",
 }
 ENGINE_MODULES: Final = ("torch", "transformers", "safetensors", "deepspeed")  # needed to run a pipeline
 # Of a message; what it repeats of a file or an argument may be of any length.

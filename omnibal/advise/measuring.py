@@ -5,8 +5,8 @@ Of a dataset a thousand samples are drawn at random, of a stream the first thous
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice, zip_longest
 from pathlib import Path
@@ -20,11 +20,12 @@ from omnibal.advise.present import Present
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.mixture import Mixture
 from omnibal.errors import DataError
-from omnibal.families.base import ImageLoad, ImageRule, Size
+from omnibal.families.base import ImageLoad, ImageRule, Size, VideoHeader, VideoRule
 from omnibal.formats.chat import Conversation, read_conversation
 from omnibal.formats.files import Row, is_tar, parse_entry, stream_rows
 from omnibal.formats.images import image_size
 from omnibal.formats.shards import Shards, names_of, open_shards
+from omnibal.formats.videos import video_header
 
 FIXED_TOKENS: Final = ("internvl", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Families whose vision units bring so many tokens each."""
@@ -48,7 +49,7 @@ tokenizer, for a single paragraph 10 % (standard deviation).
 """
 ESTIMATE_ERROR: Final = 0.1
 """Share by which a text's estimated tokens may be off."""
-MARKS: Final = pattern(r"<image>|<\|?image_pad\|?>|<img>|</img>")
+MARKS: Final = pattern(r"<image>|<video>|<\|?video_pad\|?>|<\|?image_pad\|?>|<img>|</img>")
 _PARTS: Final = pattern(
     r"(?P<word>[A-Za-zÀ-ɏ]+)|(?P<digit>\d)|(?P<ideograph>[⺀-鿿가-힯豈-﫿＀-￯])|(?P<other>[^\W\d_])|(?P<marks>[^\w\s]+|_+)"
 )
@@ -157,6 +158,7 @@ class DrawnLengths:
     problems: tuple[str, ...]  # one for each sample that could not be measured
     text_tokens: float  # mean tokens of a sample that are text
     usable: IntArray  # numbers of the samples that could be measured, in the order in which they were given
+    videos: Mapping[int, tuple[VideoHeader, ...]] = field(default_factory=dict)  # of the samples that have any
 
 
 def draw_rows(
@@ -192,25 +194,42 @@ def _lines(root: Path) -> Iterator[tuple[Row, Path]]:
             yield Row(Path("standard input"), number, partial(parse_entry, line.encode(errors="surrogatepass"))), root
 
 
-def measure_rows(rows: Iterable[tuple[Row, Path]], rule: ImageRule, count: Count, named: str) -> DrawnLengths:
+def measure_rows(
+    rows: Iterable[tuple[Row, Path]],
+    rule: ImageRule,
+    count: Count,
+    named: str,
+    video_rule: Callable[[], VideoRule],
+) -> DrawnLengths:
     """Measure some rows.
 
     Args:
         rows: Each with the folder that its images are relative to.
+        video_rule: Makes the rule of videos, or says why there is none, once there is a video.
     """
     loads, problems, text_tokens, usable, number = [], list[str](), 0, [], -1
+    videos = dict[int, tuple[VideoHeader, ...]]()
     for number, (row, root) in enumerate(rows):
         try:
             conversation = read_conversation(row.read(), root, strict=False)
             sizes = conversation.sizes or tuple(map(image_size, conversation.images))
             of_images = np.array(rule(sizes), dtype=np.int64).reshape(-1, 3)
+            headers = tuple(map(video_header, conversation.videos))
+            of_videos = [video_rule()(header) for header in headers]
         except Exception as error:  # records of other code bases may hold anything
             problems.append(str(row.problem(error)))
             continue
         text, targets = _text_tokens(conversation, count)
-        text += IMAGE_TOKENS * len(of_images)
+        text += IMAGE_TOKENS * (len(of_images) + len(of_videos))
+        text += sum(IMAGE_TOKENS + count(f"<{time:.1f} seconds>") for load in of_videos for time in load.seconds)
         units, image_tokens, squared = of_images.sum(axis=0).tolist()
-        loads.append((units, image_tokens + text, targets, squared))
+        video_units, video_tokens, video_squared = (
+            sum(getattr(load, name) for load in of_videos) for name in ("vision_units", "llm_tokens", "vision_squared")
+        )
+        tokens = image_tokens + video_tokens + text
+        loads.append((units + video_units, tokens, targets, squared + video_squared, video_units))
+        if headers:
+            videos[len(usable)] = headers
         text_tokens += text
         usable.append(number)
     if not loads or len(problems) > MOST_UNREAD * (number + 1):  # the others may be of another kind: texts, say
@@ -220,10 +239,11 @@ def measure_rows(rows: Iterable[tuple[Row, Path]], rule: ImageRule, count: Count
             f"data must have items whose lengths can be told, got {len(problems):,} of {number + 1:,} that have none "
             f"in {named}; {first}{hint if 'image must' in first else ''}"
         )
-    units, tokens, targets, squared = np.array(loads, dtype=np.int64).T
-    of_squares = {"vision_squared": squared} if squared.any() else {}
-    lengths = SampleLengths(units, tokens, target_tokens=targets, **of_squares)
-    return DrawnLengths(lengths, tuple(problems), text_tokens / len(loads), np.array(usable))
+    units, tokens, targets, squared, video_units = np.array(loads, dtype=np.int64).T
+    further = {"vision_squared": squared, "video_units": video_units}
+    further = {name: column for name, column in further.items() if column.any()}
+    lengths = SampleLengths(units, tokens, target_tokens=targets, **further)
+    return DrawnLengths(lengths, tuple(problems), text_tokens / len(loads), np.array(usable), videos)
 
 
 def _text_tokens(conversation: Conversation, count: Count) -> tuple[int, int]:
@@ -239,7 +259,7 @@ def _text_tokens(conversation: Conversation, count: Count) -> tuple[int, int]:
 def _drawn(data: Path, named: NamedModel, rule: ImageRule, images: Path | None, *, of_each: bool) -> MeasuredLengths:
     counter = _tokenizer(named.folder)
     shards, rows, source = draw_rows(data, images, of_each=of_each, count=DRAWN)
-    drawn = measure_rows(rows, rule, counter or estimated_tokens, str(data))
+    drawn = measure_rows(rows, rule, counter or estimated_tokens, str(data), named.model.video_rule)
     columns, names = drawn.lengths.columns(), names_of(shards.parts)
     lengths = SampleLengths(**{**columns, "source": source[drawn.usable]}, source_names=names)
     text = f"{len(lengths):,} of {shards.num_samples:,} samples measured"
@@ -250,7 +270,8 @@ def _of_head(
     rows: Iterable[tuple[Row, Path]], data: Sequence[Path], named: NamedModel, rule: ImageRule
 ) -> MeasuredLengths:
     counter = _tokenizer(named.folder)
-    drawn = measure_rows(islice(rows, DRAWN), rule, counter or estimated_tokens, ", ".join(map(str, data)))
+    names, count = ", ".join(map(str, data)), counter or estimated_tokens
+    drawn = measure_rows(islice(rows, DRAWN), rule, count, names, named.model.video_rule)
     drift = _drift(drawn.lengths, named.model.units)
     text = f"the first {len(drawn.lengths):,} samples of a stream measured{drift}"
     return replace(_told(drawn, text, counter is None), is_stream=True)

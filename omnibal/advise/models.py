@@ -16,13 +16,14 @@ from typing import Any, Final, NamedTuple
 from omnibal.device import Device
 from omnibal.errors import ConfigError
 from omnibal.families import family_of, layer_records
-from omnibal.families.base import Config, ImageRule, LayerRecord, vision_unit_of
+from omnibal.families.base import Config, ImageRule, LayerRecord, VideoRule, vision_unit_of
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
 from omnibal.records import read_json
 
 MOST_TILES: Final = 1024  # of an image: a larger number is meant as pixels
 PREPROCESSORS: Final = ("preprocessor_config.json", "processor_config.json")
+VIDEO_PROCESSOR: Final = "video_preprocessor_config.json"
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Model:
     """All keys, as ``config.to_dict()`` of transformers has them."""
     preprocessor: Config
     """The configuration of the image processor."""
+    videos: Config | None = None
+    """What a folder says of its video processor; None for what the family's published folders say."""
 
     @property
     def records(self) -> tuple[LayerRecord, ...]:
@@ -67,6 +70,14 @@ class Model:
             )
         return family.images(self.config, preprocessor, max_tiles=max_tiles)[1]
 
+    def video_rule(self, **changed: Any) -> VideoRule:
+        """The rule that turns videos' headers into loads, with other settings than the processor's where given."""
+        family = family_of(self.config)
+        if family.video_rule is None:
+            raise ConfigError(f"model must be of a family whose videos are known, got {self.name}")
+        settings = family.video_settings(_usual_videos(self.config) if self.videos is None else self.videos)
+        return family.video_rule(self.config, {**settings, **changed})
+
     @classmethod
     def known(cls, name: str) -> "Model":
         """A published model by its name, with or without the owner and suffixes such as "Instruct".
@@ -85,18 +96,18 @@ class Model:
         return cls(by_plain[wanted], *MODELS[by_plain[wanted]])
 
     @classmethod
-    def of(cls, name: str, config: Config, preprocessor: Config | None = None) -> "Model":
-        """A model by its ``config.json``, and its ``preprocessor_config.json`` or what its family usually has."""
+    def of(cls, name: str, config: Config, preprocessor: Config | None = None, videos: Config | None = None) -> "Model":
+        """A model by its ``config.json``, and what its folder or its family usually says of its processors."""
         whole = complete(config)
         family_of(whole)  # refuses an unknown family
         usual = _usual_preprocessor(whole)
         if preprocessor is None:
-            return cls(name, whole, usual)
+            return cls(name, whole, usual, videos)
         # Qwen's limits of pixels may stand at the top, where transformers moves them into the size.
         pixels = {"shortest_edge": preprocessor.get("min_pixels"), "longest_edge": preprocessor.get("max_pixels")}
         moved = {key: value for key, value in pixels.items() if value is not None}
         size = {**usual["size"], **dict(preprocessor.get("size") or {}), **moved}
-        return cls(name, whole, {**usual, **preprocessor, "size": size})
+        return cls(name, whole, {**usual, **preprocessor, "size": size}, videos)
 
 
 @dataclass(frozen=True)
@@ -123,11 +134,19 @@ def read_model(named: str) -> NamedModel:
     config = read_json(path / "config.json" if path.is_dir() else path, "model")
     if not isinstance(config, dict) or "model_type" not in config:
         raise ConfigError(f"model must be a Hugging Face folder or a config.json with a model_type, got {path}")
-    beside = next((folder / name for name in PREPROCESSORS if (folder / name).is_file()), None)
-    preprocessor = None if beside is None else read_json(beside, "the preprocessor's configuration")
+    found = {
+        name: read_json(folder / name, "the preprocessor's configuration")
+        for name in (*PREPROCESSORS, VIDEO_PROCESSOR)
+        if (folder / name).is_file()
+    }
+    preprocessor = next((found[name] for name in PREPROCESSORS if name in found), None)
+    of_videos = found.get(VIDEO_PROCESSOR, found.get(PREPROCESSORS[0]))
+    of_all = found.get(PREPROCESSORS[1])
+    if isinstance(of_all, dict):  # as transformers looks for it: in the file of all processors first
+        of_videos = of_all.get("video_processor", of_videos)
     if isinstance(preprocessor, dict):
         preprocessor = preprocessor.get("image_processor", preprocessor)
-    return NamedModel(Model.of(folder.resolve().name, config, preprocessor), folder)
+    return NamedModel(Model.of(folder.resolve().name, config, preprocessor, of_videos), folder)
 
 
 def adapted_profile(
@@ -255,6 +274,13 @@ def _usual_preprocessor(config: Config) -> dict[str, Any]:
     side = tile[0] if isinstance(tile, list | tuple) else tile
     pinpoints = {"image_grid_pinpoints": config["image_grid_pinpoints"]} if "image_grid_pinpoints" in config else {}
     return {"size": {"height": side, "width": side}, "max_patches": 12, "min_patches": 1, **pinpoints}
+
+
+def _usual_videos(config: Config) -> Config:
+    """What published folders say of their video processors; Qwen2-VL's have the image processor's file alone."""
+    if config["model_type"] in ("qwen3_vl", "qwen3_vl_moe"):
+        return {"size": {"shortest_edge": 4096, "longest_edge": 25_165_824}}
+    return _usual_preprocessor(config)
 
 
 class LanguageModel(NamedTuple):

@@ -22,11 +22,13 @@ COLUMN_TYPES: Final = {
     "llm_tokens": np.int32,
     "target_tokens": np.int32,
     "vision_squared": np.int64,
+    "video_units": np.int32,
     "source": np.int32,
     "sound_units": np.int32,
 }
 FURTHER_ENCODERS: Final = ("sound_units",)
 """Columns of encoders beside the first one, whose column is ``vision_units``: the planner levels each of them apart."""
+IMAGE, VIDEO, SOUND = 1, 2, 4  # bits of `SampleLengths.kinds`
 MOST_COUNT: Final = 2**31 - 1
 
 
@@ -42,7 +44,9 @@ class SampleLengths:
             has another encoder alone, what the sample brings to that. At least 0.
         llm_tokens: Tokens each sample brings to the LLM, image tokens included. At least 0.
         target_tokens: Tokens of each sample that carry loss.
-        vision_squared: Sum of patches² over each sample's images: the attention cost of a native-resolution ViT.
+        vision_squared: Sum of patches² over each sample's images and over temporal slices of its videos: the attention
+            cost of a native-resolution ViT.
+        video_units: Those of each sample's vision units that videos bring; None where there is no video.
         source: Which dataset each sample comes from, as small integers.
         source_names: What the datasets are called, by these integers; by default "0", "1", ….
         sound_units: What each sample brings to an encoder of sound that the model has beside its ViT.
@@ -61,6 +65,7 @@ class SampleLengths:
     llm_tokens: Final[npt.NDArray[np.int32]]
     target_tokens: Final[npt.NDArray[np.int32] | None]
     vision_squared: Final[npt.NDArray[np.int64] | None]
+    video_units: Final[npt.NDArray[np.int32] | None]
     source: Final[npt.NDArray[np.int32] | None]
     sound_units: Final[npt.NDArray[np.int32] | None]
 
@@ -71,6 +76,7 @@ class SampleLengths:
         *,
         target_tokens: npt.ArrayLike | None = None,
         vision_squared: npt.ArrayLike | None = None,
+        video_units: npt.ArrayLike | None = None,
         source: npt.ArrayLike | None = None,
         source_names: Sequence[str] | npt.NDArray[Any] | None = None,
         sound_units: npt.ArrayLike | None = None,
@@ -81,11 +87,18 @@ class SampleLengths:
         self.llm_tokens = _column("llm_tokens", llm_tokens)
         self.target_tokens = None if target_tokens is None else _column("target_tokens", target_tokens)
         self.vision_squared = None if vision_squared is None else _column("vision_squared", vision_squared)
+        self.video_units = None if video_units is None else _column("video_units", video_units)
         self.source = None if source is None else _column("source", source)
         self.sound_units = None if sound_units is None else _column("sound_units", sound_units)
         self._unit_name = unit_name
         self._names = None if source_names is None else _checked_names(source_names, self.source)
         _check_equal_lengths(self.columns())
+        if self.video_units is not None and (self.video_units > self.vision_units).any():
+            worst = int(np.argmax(self.video_units > self.vision_units))
+            raise DataError(
+                f"video_units must be part of vision_units, got {self.video_units[worst]} of "
+                f"{self.vision_units[worst]} for sample {worst}"
+            )
 
     def __len__(self) -> int:
         return len(self.vision_units)
@@ -111,6 +124,15 @@ class SampleLengths:
     def columns(self) -> dict[str, IntArray]:
         """Return the columns that are present, by name."""
         return {name: column for name in COLUMN_TYPES if (column := getattr(self, name)) is not None}
+
+    @cached_property
+    def kinds(self) -> npt.NDArray[np.int8]:
+        """What each sample brings to encoders, as bits: 1 an image, 2 a video, 4 sound. A model runs one for each."""
+        videos, sound = (
+            np.zeros(len(self), dtype=np.int32) if units is None else units
+            for units in (self.video_units, self.sound_units)
+        )
+        return (IMAGE * (self.vision_units > videos) + VIDEO * (videos > 0) + SOUND * (sound > 0)).astype(np.int8)
 
     @cached_property
     def source_names(self) -> tuple[str, ...]:

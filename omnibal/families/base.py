@@ -5,6 +5,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
+from math import prod
 from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar
 
 from omnibal.errors import ConfigError
@@ -129,6 +130,44 @@ def _each(rule: Callable[..., ImageLoad], facts: tuple[Any, ...], sizes: Sequenc
     return tuple(rule(*facts, width, height) for width, height in sizes)
 
 
+class VideoHeader(NamedTuple):
+    """What a container says of a video without decoding it; of a list of images, which is frames, ``fps`` is None."""
+
+    width: int
+    height: int
+    frames: int
+    fps: float | None
+
+
+class VideoLoad(NamedTuple):
+    """What one video brings."""
+
+    numbers: Sequence[int]  # frames that are sampled, ascending
+    grid: tuple[int, int, int]  # temporal slices, rows and columns of patches
+    runs: tuple[int, ...]  # LLM tokens of each run that stands for patches of the video
+    seconds: tuple[float, ...] = ()  # the time that a model reads before each run; empty where it reads none
+
+    @property
+    def vision_units(self) -> int:
+        """Patches."""
+        return prod(self.grid)
+
+    @property
+    def llm_tokens(self) -> int:
+        """Tokens that stand for patches: neither brackets nor times."""
+        return sum(self.runs)
+
+    @property
+    def vision_squared(self) -> int:
+        """Attention stays within a temporal slice: ``slices · (rows · columns)²``."""
+        slices, rows, columns = self.grid
+        return slices * (rows * columns) ** 2
+
+
+VideoRule = Callable[[VideoHeader], VideoLoad]
+"""From a video's header to what the video brings; a ValueError says why the model refuses such a video."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """The facts of models that are built alike: all that the rest of the package knows of them.
@@ -148,6 +187,10 @@ class Family:
         image_tokens: Where conversations are ChatML: attributes of the tokenizer that name the token before an image,
             the one for a piece of it and the one after it, with the usual names. Empty where the chat template of the
             folder writes conversations.
+        video_rule: Makes the rule of a model from its configuration and its video processor's; None where videos are
+            refused.
+        video_processor: The class of transformers' that the rule follows, ``"module:class"``.
+        video_settings: Its whole configuration from what a folder says of it.
     """
 
     model_types: tuple[str, ...]
@@ -158,6 +201,9 @@ class Family:
     disk_prefixes: Mapping[str, str] = field(default_factory=dict)
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     image_tokens: Mapping[str, str] = field(default_factory=dict)
+    video_rule: Callable[[Config, Config], VideoRule] | None = None
+    video_processor: str = ""
+    video_settings: Callable[[Config], Config] = dict
 
     def images(
         self, config: Config, preprocessor: Config, *, max_tiles: int | None = None, min_tiles: int | None = None

@@ -6,14 +6,31 @@ is kept; Bai et al., "Qwen2.5-VL" (2025), section 2.1, for windows; Bai et al., 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import ceil, floor, sqrt
+from functools import partial
+from math import ceil, floor, isqrt, sqrt
+from typing import NamedTuple
+
+import numpy as np
 
 from omnibal.errors import ConfigError
-from omnibal.families.base import Config, Family, ImageLoad, ImageRule, LayerRecord, each, section, size
+from omnibal.families.base import (
+    Config,
+    Family,
+    ImageLoad,
+    ImageRule,
+    LayerRecord,
+    VideoHeader,
+    VideoLoad,
+    VideoRule,
+    each,
+    section,
+    size,
+)
 from omnibal.families.cuts import Cut
 from omnibal.families.llava import either_ties
 from omnibal.families.parts import TEXT_CUTS, attention_and_mlp, block_sizes, text_records
 
+THIRD_PROCESSOR = "transformers.models.qwen3_vl.video_processing_qwen3_vl:Qwen3VLVideoProcessor"
 THIRD_TYPES = ("qwen3_vl", "qwen3_vl_moe")
 PATCH = {"patches_per_tile": 1, "tokens_per_tile": 1}
 TOKEN_BYTES = 32  # a token's id, and its position in time, height and width
@@ -21,13 +38,22 @@ MAX_ASPECT = 200  # the widest image, as a ratio of its sides, that the models a
 
 
 def patch_grid(
-    width: int, height: int, *, patch_size: int, merge_size: int, min_pixels: int, max_pixels: int
+    width: int,
+    height: int,
+    *,
+    patch_size: int,
+    merge_size: int,
+    min_pixels: int,
+    max_pixels: int,
+    frames: int = 1,
+    even_frames: int = 1,
 ) -> tuple[int, int]:
     """The patches of an image, (columns, rows), after it is resized to whole blocks of merged patches.
 
     ``merge_size`` patches in each direction become one LLM token. Thin images may exceed ``max_pixels`` of the resized
     image by the rounding to whole blocks; one with a side more than 200 times the other is a ValueError, as in the
-    models themselves.
+    models themselves. Where pixels of a whole video are limited, ``frames`` are those that were sampled, and
+    ``even_frames`` their number rounded to whole temporal patches.
 
     >>> patch_grid(100, 200, patch_size=14, merge_size=2, min_pixels=56 * 56, max_pixels=28 * 28 * 1280)
     (8, 14)
@@ -36,12 +62,12 @@ def patch_grid(
         raise ValueError(f"image must be at most {MAX_ASPECT} times as long as wide, got {width} x {height} pixels")
     block = patch_size * merge_size
     columns, rows = round(width / block), round(height / block)
-    pixels = columns * rows * block * block
+    pixels = even_frames * columns * rows * block * block
     if pixels > max_pixels:
-        shrink = sqrt((height * width) / max_pixels)
+        shrink = sqrt((frames * height * width) / max_pixels)
         columns, rows = max(1, floor(width / shrink / block)), max(1, floor(height / shrink / block))
     elif pixels < min_pixels:
-        grow = sqrt(min_pixels / (height * width))
+        grow = sqrt(min_pixels / (frames * height * width))
         columns, rows = ceil(width * grow / block), ceil(height * grow / block)
     return columns * merge_size, rows * merge_size
 
@@ -58,6 +84,132 @@ def _image_load(sizes: Mapping[str, int], width: int, height: int) -> ImageLoad:
     columns, rows = patch_grid(width, height, **sizes)
     patches = columns * rows
     return ImageLoad(patches, patches // sizes["merge_size"] ** 2, patches**2)
+
+
+def video_rule(config: Config, preprocessor: Config) -> VideoRule:
+    """Frames, patches and tokens as ``Qwen2VLVideoProcessor`` or ``Qwen3VLVideoProcessor`` of transformers 5.23."""
+    if preprocessor.get("use_token_compression"):
+        raise ConfigError("use_token_compression of the video processor must be false, got true")
+    sampling = [preprocessor.get(key) for key in ("fps", "num_frames")]
+    if preprocessor.get("do_sample_frames") and sampling.count(None) != 1:
+        raise ConfigError(f"video processor must name one of fps and num_frames to sample by, got {sampling}")
+    kind = _third_video if config["model_type"] in THIRD_TYPES else _second_video
+    return partial(kind, VideoSizes.of(preprocessor))
+
+
+def video_settings(defaults: Config, given: Config) -> Config:
+    """A video processor's whole configuration; limits of pixels may stand at the top, as in older folders."""
+    pixels = {"shortest_edge": given.get("min_pixels"), "longest_edge": given.get("max_pixels")}
+    moved = {key: value for key, value in pixels.items() if value is not None}
+    return {**defaults, **given, "size": {**defaults["size"], **(given.get("size") or {}), **moved}}
+
+
+# Defaults of the classes of transformers 5.23.
+_VIDEOS = {
+    "temporal_patch_size": 2, "merge_size": 2, "min_frames": 4, "max_frames": 768, "resample": 3,
+    "rescale_factor": 1 / 255,
+}  # fmt: skip
+SECOND_VIDEOS = {
+    **_VIDEOS, "patch_size": 14, "do_sample_frames": False, "max_video_tokens": 128_000,
+    "size": {"shortest_edge": 128 * 28**2, "longest_edge": 768 * 28**2},
+    "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+}  # fmt: skip
+THIRD_VIDEOS = {
+    **_VIDEOS, "patch_size": 16, "do_sample_frames": True, "fps": 2, "max_video_tokens": 768,
+    "size": {"shortest_edge": 128 * 32**2, "longest_edge": 768 * 32**2},
+    "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
+}  # fmt: skip
+
+
+class VideoSizes(NamedTuple):
+    """What a video processor's configuration says."""
+
+    samples: bool
+    fps: float | None
+    num_frames: int | None
+    min_frames: int
+    max_frames: int
+    slice_frames: int  # frames of a temporal slice
+    sizes: Mapping[str, int]  # of patches
+    min_pixels: int
+    max_pixels: int
+    caps_frames: bool
+    most_tokens: int
+
+    @classmethod
+    def of(cls, preprocessor: Config) -> "VideoSizes":
+        pixels, rate = section(preprocessor, "size"), preprocessor.get("fps")
+        counts = (size(preprocessor, key) for key in ("min_frames", "max_frames", "temporal_patch_size"))
+        return cls(
+            bool(preprocessor.get("do_sample_frames")),
+            None if rate is None else float(rate),
+            preprocessor.get("num_frames"),
+            *counts,
+            {key: size(preprocessor, key) for key in ("patch_size", "merge_size")},
+            size(pixels, "shortest_edge"),
+            size(pixels, "longest_edge"),
+            bool(preprocessor.get("cap_pixels_per_frame")),
+            size(preprocessor, "max_video_tokens", default=1),
+        )
+
+    @property
+    def block_pixels(self) -> int:
+        """Pixels of a frame that one LLM token stands for."""
+        return (self.sizes["patch_size"] * self.sizes["merge_size"]) ** 2
+
+    def load(self, numbers: Sequence[int], columns: int, rows: int) -> VideoLoad:
+        slices, merged = -(-len(numbers) // self.slice_frames), columns * rows // self.sizes["merge_size"] ** 2
+        return VideoLoad(numbers, (slices, rows, columns), (slices * merged,))
+
+
+def _second_video(facts: VideoSizes, header: VideoHeader) -> VideoLoad:
+    frames, even, pixels = header.frames, facts.slice_frames, facts.max_pixels
+    numbers: Sequence[int] = range(frames)
+    if facts.samples and header.fps is not None:
+        if facts.num_frames is not None:
+            wanted = round(facts.num_frames / even) * even
+        else:
+            assert facts.fps is not None, "the rule checks it"
+            most = floor(min(facts.max_frames, frames) / even) * even
+            wanted = floor(min(max(frames / header.fps * facts.fps, facts.min_frames), most, frames) / even) * even
+        if not 0 < wanted <= frames:
+            raise ValueError(f"video must have frames to sample {wanted or even} of, got {frames}")
+        # As torch.arange counts, whose steps may be one too many, and whose numbers are of 32 bits.
+        steps = np.arange(ceil(frames / (frames / wanted))) * (frames / wanted)
+        numbers = [number for number in steps.astype(np.float32).astype(np.int64).tolist() if number < frames]
+    if facts.caps_frames:
+        share = int(facts.most_tokens * facts.block_pixels * 0.9) * even // len(numbers)
+        pixels = max(min(pixels, share), int(facts.min_pixels * 1.05))
+    limits = {"min_pixels": facts.min_pixels, "max_pixels": pixels}
+    return facts.load(numbers, *patch_grid(header.width, header.height, **facts.sizes, **limits))
+
+
+def _third_video(facts: VideoSizes, header: VideoHeader) -> VideoLoad:
+    total, even, pixels = header.frames, facts.slice_frames, facts.max_pixels
+    frames, numbers = total, list(range(total))
+    if facts.samples and header.fps is not None:
+        frames = facts.num_frames or 0
+        if facts.num_frames is None:
+            assert facts.fps is not None, "the rule checks it"
+            frames = min(max(int(total / header.fps * facts.fps), facts.min_frames), facts.max_frames, total)
+        numbers = np.linspace(0, total - 1, frames).round().astype(np.int64).tolist()
+    if frames < even:
+        raise ValueError(f"video must have at least {even} frames, got {frames}")
+    if facts.caps_frames:
+        share = min(facts.most_tokens * facts.block_pixels, pixels // frames)
+        pixels = max(share, int(facts.min_pixels * 1.05)) * frames
+    width, height, block = header.width, header.height, isqrt(facts.block_pixels)
+    if min(width, height) < block:
+        grow = max(block / height, block / width)
+        width, height = int(width * grow), int(height * grow)
+    limits = {"min_pixels": facts.min_pixels, "max_pixels": pixels}
+    counts = {"frames": frames, "even_frames": round(frames / even) * even}
+    load = facts.load(numbers, *patch_grid(width, height, **facts.sizes, **limits, **counts))
+    # Each slice has a run of its own behind its time, the mean of its first and last frame's; the last frame is
+    # repeated to fill a slice, and frames without a rate are taken for 24 a second.
+    times = [index / (header.fps or 24) for index in (*numbers, *numbers[-1:] * (-frames % even))]
+    seconds = tuple((times[first] + times[first + even - 1]) / 2 for first in range(0, len(times), even))
+    return load._replace(runs=(load.runs[0] // len(seconds),) * len(seconds), seconds=seconds)
 
 
 def layer_records(config: Config) -> tuple[LayerRecord, ...]:
@@ -188,6 +340,9 @@ SECOND = Family(
     image_rule=image_rule,
     layer_records=layer_records,
     layers="omnibal.vlm.qwen_vl:qwen_vl",
+    video_rule=video_rule,
+    video_processor="transformers.models.qwen2_vl.video_processing_qwen2_vl:Qwen2VLVideoProcessor",
+    video_settings=partial(video_settings, SECOND_VIDEOS),
     disk_prefixes={"model.visual.": "visual.", "model.language_model.": "model."},
     cuts=CUTS,
 )
@@ -196,6 +351,16 @@ THIRD = Family(
     image_rule=image_rule,
     layer_records=layer_records,
     layers="omnibal.vlm.qwen_vl:qwen_vl",
+    video_rule=video_rule,
+    video_processor=THIRD_PROCESSOR,
+    video_settings=partial(video_settings, THIRD_VIDEOS),
     cuts=CUTS,
 )
-THIRD_WITH_EXPERTS = Family(model_types=("qwen3_vl_moe",), image_rule=image_rule, layer_records=layer_records)
+THIRD_WITH_EXPERTS = Family(
+    model_types=("qwen3_vl_moe",),
+    image_rule=image_rule,
+    layer_records=layer_records,
+    video_rule=video_rule,
+    video_processor=THIRD_PROCESSOR,
+    video_settings=partial(video_settings, THIRD_VIDEOS),
+)

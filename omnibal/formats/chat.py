@@ -2,7 +2,7 @@
 
 Read are InternVL's and LLaVA's records (``conversations``, ``image``), ShareGPT-like ones (``messages``, ``images``),
 Qwen-VL's (images within messages or within their text), ms-swift's and LLaMA-Factory's (``query``, ``response``,
-``history``; ``instruction``, ``input``, ``output``) and plain questions with answers.
+``history``; ``instruction``, ``input``, ``output``) and plain questions with answers. Videos stand where images do.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +15,7 @@ from omnibal.errors import DataError
 from omnibal.families.base import Size
 
 IMAGE_MARK: Final = "<image>"
+VIDEO_MARK: Final = "<video>"
 LONGEST_PATH: Final = 4096
 """Linux opens no longer one (PATH_MAX): what is longer is the picture itself."""
 AS_FILES: Final = "write pictures that stand in the data to files, and name those"
@@ -27,13 +28,23 @@ ANSWER_KEYS: Final = ("output", "response", "answer", "completion")
 IMAGE_KEYS: Final = ("image", "images", "image_path", "img")
 BESIDE: Final = "__images__"
 """Key of the pictures that a tar shard holds beside a record; they stand for those that the record names."""
-UNSUPPORTED_KEYS: Final = ("video", "videos", "audio", "audios")
+VIDEO_KEYS: Final = ("video", "videos")
+FRAME_FILES: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+"""Files that are frames of one video where a record lists them as its video."""
+OWN_SAMPLING: Final = (
+    *("fps", "sample_fps", "nframes", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels"),
+    *("video_start", "video_end", "resized_height", "resized_width"),
+)
+"""What qwen-vl-utils reads beside a video."""
+UNSUPPORTED_KEYS: Final = ("audio", "audios")
 PREFERENCE_KEYS: Final = ("chosen", "rejected", "rejected_response", "rejected_messages", "kto_tag")
 NAMED_IMAGE: Final = pattern(r"<img>([^<>]+)</img>")
 """Qwen-VL's way to name an image within the text."""
 
 Picture = Path | bytes
 """An image file, or the content of one."""
+Video = Picture | tuple[Picture, ...]
+"""A video file, the content of one, or images that are its frames."""
 
 
 class Turn(NamedTuple):
@@ -51,6 +62,7 @@ class Conversation:
     images: tuple[Picture, ...]  # in the order of their marks
     # Width and height of each image where the record states them; a lenient reading then leaves out ``images``.
     sizes: tuple[Size, ...] | None = None
+    videos: tuple[Video, ...] = ()  # in the order of their marks, `VIDEO_MARK`, which are text where there is no video
 
 
 def read_conversation(record: Mapping[str, Any], root: Path, *, strict: bool = True) -> Conversation:
@@ -65,38 +77,58 @@ def read_conversation(record: Mapping[str, Any], root: Path, *, strict: bool = T
     """
     for key in UNSUPPORTED_KEYS:
         if record.get(key):
-            raise DataError(f"sample must hold images and text only, got {key}")
+            raise DataError(f"sample must hold images, videos and text only, got {key}")
     for key in PREFERENCE_KEYS:
         if record.get(key) is not None:
             raise DataError(f"sample must be for supervised training, got preferences ({key!r})")
-    named = _named_images(record)
+    named, videos = _named_images(record), _named_videos(record)
     names_images = bool(named)
     turns = []
     for place, role, content in _said(record, strict=strict):
-        text, within = _content(content, place, names_in_text=role == "user" and not names_images, strict=strict)
+        text, within, clips = _content(content, place, names_in_text=role == "user" and not names_images, strict=strict)
         if strict and role == "assistant" and not text.strip():
             raise DataError(f"{place} must hold an answer, got an empty one")
         turns.append(Turn(role, text))
         named += within
+        videos += clips
     if not turns:
         raise DataError(
             f"sample must hold a conversation ({', '.join(TURN_KEYS[:2])}) or a question and its answer (query, "
             f"response), got the keys {', '.join(map(str, record))}"
         )
     named = record.get(BESIDE, named)
-    marks = sum(turn.text.count(IMAGE_MARK) for turn in turns if turn.role == "user")
-    first = next((number for number, turn in enumerate(turns) if turn.role == "user"), None)
-    # Images of a record without any mark come before its first question, as in InternVL's and ms-swift's code.
-    if named and not marks and first is not None:
-        marks = len(named)
-        turns[first] = Turn("user", f"{IMAGE_MARK}\n" * marks + turns[first].text)
     if strict:
         _check_order([turn.role for turn in turns])
-        if marks != len(named):
-            raise DataError(f"turns must hold one {IMAGE_MARK} per image, got {marks} for {len(named)} image(s)")
+    if videos:
+        turns = _marked(turns, VIDEO_MARK, len(videos), strict=strict)
+    turns = _marked(turns, IMAGE_MARK, len(named), strict=strict)
     sizes = None if BESIDE in record else _stated_sizes(record, len(named))
     images = () if sizes and not strict else tuple(_picture(image, root) for image in named)
-    return Conversation(tuple(turns), images, sizes)
+    return Conversation(tuple(turns), images, sizes, tuple(_video(video, root) for video in videos))
+
+
+def _marked(turns: list[Turn], mark: str, count: int, *, strict: bool) -> list[Turn]:
+    """Turns with ``count`` marks; where the record has none, they come before its first question."""
+    # As in InternVL's and ms-swift's code.
+    marks = sum(turn.text.count(mark) for turn in turns if turn.role == "user")
+    first = next((number for number, turn in enumerate(turns) if turn.role == "user"), None)
+    if count and not marks and first is not None:
+        marks, turns = count, [*turns]
+        turns[first] = Turn("user", f"{mark}\n" * marks + turns[first].text)
+    if strict and marks != count:
+        kind = mark.strip("<>")
+        raise DataError(f"turns must hold one {mark} per {kind}, got {marks} for {count} {kind}(s)")
+    return turns
+
+
+def _named_videos(record: Mapping[str, Any]) -> list[Any]:
+    """What a record names as its videos: files, lists of frames, or one list of frames."""
+    given = [record[key] for key in VIDEO_KEYS if record.get(key)]
+    if len(given) > 1:
+        raise DataError(f"sample must name its videos under one key, got {' and '.join(VIDEO_KEYS)}")
+    named = _listed(given[0]) if given else []
+    is_frames = len(named) > 1 and all(str(name).lower().endswith(FRAME_FILES) for name in named)
+    return [named] if is_frames else named
 
 
 def _named_images(record: Mapping[str, Any]) -> list[Any]:
@@ -160,21 +192,25 @@ def _turn(turn: Any, place: str, *, strict: bool) -> tuple[str, str, Any]:
     return place, ROLES.get(role, "user" if role in OTHER_ASKERS else "assistant"), content
 
 
-def _content(content: Any, place: str, *, names_in_text: bool, strict: bool) -> tuple[str, list[Any]]:
-    """Text with a mark for each image that the turn itself names, and those images."""
+def _content(content: Any, place: str, *, names_in_text: bool, strict: bool) -> tuple[str, list[Any], list[Any]]:
+    """Text with a mark for each image and video that the turn itself names, those images and those videos."""
     if isinstance(content, str):
         images = NAMED_IMAGE.findall(content) if names_in_text else []
-        return NAMED_IMAGE.sub(IMAGE_MARK, content) if images else content, images
+        return NAMED_IMAGE.sub(IMAGE_MARK, content) if images else content, images, []
     if not isinstance(content, list):
         if strict:
             raise DataError(f"{place} must be a text, got {content!r:.80}")
-        return "" if content is None else str(content), []
-    text, images = "", []
+        return "" if content is None else str(content), [], []
+    text, images, videos = "", list[Any](), list[Any]()
     for part in content:
         if not isinstance(part, Mapping):
             if strict:
                 raise DataError(f"{place} must be a text or a list of parts, got the part {part!r:.80}")
             text += str(part)
+            continue
+        if str(part.get("type")).startswith("video") or part.get("video"):
+            text += VIDEO_MARK
+            videos += _video_of(part, place)
             continue
         image = next((part[key] for key in ("image", "image_url", "path", "url") if part.get(key)), None)
         if str(part.get("type")).startswith("image") or (image is not None and not part.get("text")):
@@ -183,8 +219,21 @@ def _content(content: Any, place: str, *, names_in_text: bool, strict: bool) -> 
         elif isinstance(part.get("text"), str):
             text += part["text"]
         elif strict:
-            raise DataError(f"{place} must have parts of text and images, got {part!r:.80}")
-    return text, images
+            raise DataError(f"{place} must have parts of text, images and videos, got {part!r:.80}")
+    return text, images, videos
+
+
+def _video_of(part: Mapping[str, Any], place: str) -> list[Any]:
+    """The video that a part of a message names; none where the record does."""
+    own = [key for key in OWN_SAMPLING if part.get(key) is not None]
+    if own:
+        raise DataError(
+            f"{place} must leave {own[0]} to the video processor of the model's folder, got {part[own[0]]!r}; "
+            "video_preprocessor_config.json says how all videos are sampled"
+        )
+    video = next((part[key] for key in ("video", "video_url", "path", "url") if part.get(key)), None)
+    video = video.get("url") if isinstance(video, Mapping) and "url" in video else video
+    return [] if video is None else [video]
 
 
 def _check_order(roles: Sequence[str]) -> None:
@@ -201,16 +250,22 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _picture(image: Any, root: Path) -> Picture:
+def _video(video: Any, root: Path) -> Video:
+    if isinstance(video, list | tuple):
+        return tuple(_picture(frame, root) for frame in video)
+    return _picture(video, root, "video")
+
+
+def _picture(image: Any, root: Path, what: str = "image") -> Picture:
     if isinstance(image, Mapping):
         if isinstance(image.get("bytes"), bytes | bytearray):
             return bytes(image["bytes"])
         image = image.get("path") or image
     if not isinstance(image, str) or not image:
-        raise DataError(f"image must be a path or a list of paths, got {image!r:.80}; {AS_FILES}")
+        raise DataError(f"{what} must be a path or a list of paths, got {image!r:.80}; {AS_FILES}")
     if image.startswith(("data:", "http://", "https://")) or len(image) > LONGEST_PATH:
         kind = "data" if len(image) > LONGEST_PATH or image.startswith("data:") else "an address"
-        raise DataError(f"image must be a path, got {len(image)} characters of {kind}, {image:.30}…; {AS_FILES}")
+        raise DataError(f"{what} must be a path, got {len(image)} characters of {kind}, {image:.30}…; {AS_FILES}")
     return root / image.removeprefix("file://")
 
 

@@ -4,8 +4,10 @@ Attention must not cross a sample: `cu_seq_lens` says where each one begins, and
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from math import prod
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +23,11 @@ why the two do not fit one another."""
 
 GRIDS = "image_grid_thw"
 """Name of the integers of each image: its frames (one), and the rows and columns of its patches."""
+VIDEO_GRIDS = "video_grid_thw"
+"""Name of those of each video: its temporal slices, and the rows and columns of patches of each."""
+VIDEO_TYPES: Final = ("qwen2_vl", "qwen2_5_vl")
+SLICED_TYPES: Final = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5")
+"""Models of which positions of videos are known; in the latter each temporal slice stands by itself."""
 
 
 def pack_samples(
@@ -75,46 +82,107 @@ def pack_samples(
     }
 
 
-def mrope_positions(ids: Tensor, sample: Mapping[str, Any], *, image_token_id: int, merge_size: int) -> Tensor:
+@dataclass(frozen=True)
+class MropeRule:
+    """How a model counts positions in time, height and width."""
+
+    image_token_id: int
+    merge_size: int
+    video_token_id: int | None = None
+    """None where positions of the model's videos are not known here."""
+    tokens_per_second: float | None = None
+    """Of Qwen2.5-VL, whose times are seconds; elsewhere temporal slices count by one."""
+    separate_slices: bool = False
+    """Whether each temporal slice of a video stands by itself, as in Qwen3-VL, where its time is written before it."""
+
+    @classmethod
+    def of(cls, config: Any) -> "MropeRule":
+        """From a model's configuration of transformers."""
+        vision, kind = config.vision_config, config.model_type
+        return cls(
+            config.image_token_id,
+            vision.spatial_merge_size,
+            config.video_token_id if kind in (*VIDEO_TYPES, *SLICED_TYPES) else None,
+            getattr(vision, "tokens_per_second", None) if kind == "qwen2_5_vl" else None,
+            kind in SLICED_TYPES,
+        )
+
+
+class _Run(NamedTuple):
+    """Tokens that stand together: text, an image, a video or a slice of one."""
+
+    length: int
+    grid: tuple[int, int, int] | None  # of patches; None for text
+    seconds: Tensor | None = None  # of a temporal slice
+
+
+def mrope_positions(ids: Tensor, sample: Mapping[str, Any], rule: MropeRule) -> Tensor:
     """Positions of a sample's tokens in time, height and width.
 
-    Text counts up in all three. An image's tokens share one time and count its rows and columns from there; the text
-    behind it goes on above the largest of them.
+    Text counts up in all three. Tokens of an image or video count its slices, rows and columns from where it begins;
+    the text behind goes on above the larger one of rows and columns, as transformers counts, whatever the slices.
 
     Returns:
         Int64 of shape (3, tokens).
 
     >>> ids, grid = torch.tensor([7, 3, 3, 8]), torch.tensor([[1, 2, 4]])
-    >>> mrope_positions(ids, {"image_grid_thw": grid}, image_token_id=3, merge_size=2).tolist()
+    >>> mrope_positions(ids, {"image_grid_thw": grid}, MropeRule(3, 2)).tolist()
     [[0, 1, 1, 3], [0, 1, 1, 3], [0, 1, 2, 3]]
     """
-    # Tokens are walked run by run, a run being text or one image; ``begin`` is the position of the next run.
-    is_image, grids = ids == image_token_id, [] if sample.get(GRIDS) is None else sample[GRIDS].tolist()
-    changes = [] if len(ids) == 0 else (torch.where(is_image.diff())[0] + 1).tolist()
-    runs = [(bool(is_image[start]), stop - start) for start, stop in pairwise([0, *changes, len(ids)]) if start < stop]
-    _check_grids(grids, [length for image, length in runs if image], merge_size, sample.get("pixel_values"))
-    parts, begin, remaining = [torch.empty(3, 0, dtype=torch.int64)], 0, iter(grids)
-    for image, length in runs:
-        if image:
-            _, rows, columns = (side // merge_size for side in next(remaining))
-            place = torch.arange(length)
-            parts.append(begin + torch.stack([torch.zeros_like(place), place // columns, place % columns]))
-            begin += max(rows, columns)
-        else:
-            parts.append(torch.arange(begin, begin + length).expand(3, -1))
-            begin += length
+    # Tokens are walked run by run; ``begin`` is the position of the next run.
+    parts, begin = [torch.empty(3, 0, dtype=torch.int64)], 0
+    for run in _runs(ids, sample, rule):
+        if run.grid is None:
+            parts.append(torch.arange(begin, begin + run.length).expand(3, -1))
+            begin += run.length
+            continue
+        slices, rows, columns = run.grid[0], run.grid[1] // rule.merge_size, run.grid[2] // rule.merge_size
+        times = torch.arange(slices)
+        if run.seconds is not None:  # multiplied as transformers does, in the precision of the given seconds
+            times = (times * (rule.tokens_per_second * run.seconds)).long()
+        axes = torch.meshgrid(times, torch.arange(rows), torch.arange(columns), indexing="ij")
+        parts.append(begin + torch.stack(axes).flatten(1))
+        begin += max(rows, columns)
     return torch.cat(parts, dim=1)
 
 
-def _check_grids(grids: Sequence[Sequence[int]], runs: Sequence[int], merge_size: int, pixels: Tensor | None) -> None:
+def _runs(ids: Tensor, sample: Mapping[str, Any], rule: MropeRule) -> list[_Run]:
+    """The runs of a sample's tokens, each with the grid that belongs to it; a DataError where the two do not fit."""
+    is_video = torch.zeros_like(ids) if rule.video_token_id is None else (ids == rule.video_token_id).long()
+    kinds = (ids == rule.image_token_id).long() + 2 * is_video
+    changes = [] if len(ids) == 0 else (torch.where(kinds.diff())[0] + 1).tolist()
+    found = [(int(kinds[start]), stop - start) for start, stop in pairwise([0, *changes, len(ids)]) if start < stop]
+    grids = {1: _grids_of_images(sample), 2: _grids_of_videos(sample, rule)}
+    for kind, name, pixels in ((1, GRIDS, "pixel_values"), (2, VIDEO_GRIDS, "pixel_values_videos")):
+        given, got = sample.get(pixels), [length for other, length in found if other == kind]
+        wanted = [prod(run.grid) // rule.merge_size**2 for run in grids[kind] if run.grid is not None]
+        if got != wanted:
+            raise DataError(
+                f"{name[:5]} tokens must stand in runs of {wanted}, one for each grid of {name}, got runs of {got}"
+            )
+        patches = sum(prod(run.grid) for run in grids[kind] if run.grid is not None)
+        if given is not None and len(given) != patches:
+            raise DataError(f"{pixels} must be the {patches} patches of {name}, got {len(given)}")
+    rest = {kind: iter(runs) for kind, runs in grids.items()}
+    return [next(rest[kind])._replace(length=length) if kind else _Run(length, None) for kind, length in found]
+
+
+def _grids_of_images(sample: Mapping[str, Any]) -> list[_Run]:
+    grids = [] if sample.get(GRIDS) is None else sample[GRIDS].tolist()
     for frames, _, _ in grids:
         if frames != 1:
             raise DataError(f"{GRIDS} must be of images, got one of {frames} frames: a video")
-    patches = [rows * columns for _, rows, columns in grids]
-    wanted = [number // merge_size**2 for number in patches]
-    if list(runs) != wanted:
-        raise DataError(
-            f"image tokens must stand in runs of {wanted}, one for each grid of {GRIDS}, got runs of {list(runs)}"
-        )
-    if pixels is not None and len(pixels) != sum(patches):
-        raise DataError(f"pixel_values must be the {sum(patches)} patches of {GRIDS}, got {len(pixels)}")
+    return [_Run(0, tuple(grid)) for grid in grids]
+
+
+def _grids_of_videos(sample: Mapping[str, Any], rule: MropeRule) -> list[_Run]:
+    if sample.get(VIDEO_GRIDS) is None:
+        return []
+    grids: list[list[int]] = sample[VIDEO_GRIDS].tolist()
+    if rule.separate_slices:
+        return [_Run(0, (1, rows, columns)) for slices, rows, columns in grids for _ in range(slices)]
+    seconds: Any = [None] * len(grids)
+    if rule.tokens_per_second is not None:
+        given = sample.get("second_per_grid_ts")
+        seconds = torch.ones(len(grids)) if given is None else torch.as_tensor(given)
+    return [_Run(0, tuple(grid), each) for grid, each in zip(grids, seconds, strict=True)]

@@ -29,7 +29,8 @@ from omnibal.formats.model_format import ModelFormat, Prepared
 from omnibal.formats.shards import AnnotationFile, Ids, Shard, Shards, named_files, names_of, open_shards
 from omnibal.formats.text import Encoded, encode
 
-COLUMNS: Final = ("vision_units", "llm_tokens", "target_tokens", "vision_squared")
+COLUMNS: Final = ("vision_units", "llm_tokens", "target_tokens", "vision_squared", "video_units")
+OPTIONAL: Final = ("vision_squared", "video_units")
 CHECKED_SAMPLES: Final = 64
 """Samples that are measured again before kept lengths are believed."""
 
@@ -133,8 +134,7 @@ class ConversationDataset:
         rows = np.searchsorted(items, self._all.item_of(samples))
         usable = found.usable[rows]
         columns = dict(zip(COLUMNS, found.loads[rows[usable]].T, strict=True))
-        if not columns["vision_squared"].any():
-            del columns["vision_squared"]
+        columns = {name: column for name, column in columns.items() if name not in OPTIONAL or column.any()}
         source = self._all.source_of(samples[usable])
         lengths = SampleLengths(**columns, source=source, source_names=names_of(self.shards))
         return Measured(lengths, found.problems, items[~found.usable])
@@ -367,13 +367,16 @@ def _place_among_all(usable: Ids, left_out: Ids) -> Ids:
 
 
 def _loads(sample: Prepared, encoded: Encoded) -> Loads:
-    """Loads in the order of the columns; in ``encoded`` every image is still one token."""
+    """Loads in the order of the columns; in ``encoded`` every image, and every run of a video, is still one token."""
     image_tokens = sum(load.llm_tokens - 1 for load in sample.loads)
+    video_tokens = sum(load.llm_tokens - len(load.runs) for load in sample.video_loads)
+    both, video_units = (*sample.loads, *sample.video_loads), sum(load.vision_units for load in sample.video_loads)
     return (
-        sum(load.vision_units for load in sample.loads),
-        len(encoded.ids) + image_tokens,
+        sum(load.vision_units for load in both),
+        len(encoded.ids) + image_tokens + video_tokens,
         int(encoded.is_target[1:].sum()),
-        sum(load.vision_squared for load in sample.loads),
+        sum(load.vision_squared for load in both),
+        video_units,
     )
 
 

@@ -53,18 +53,16 @@ def named(image: Path | bytes) -> str:
 def _in_8_bits(values: npt.NDArray[Any], image: Any, name: str) -> npt.NDArray[np.uint8]:
     if image.mode == "F":
         if not (values.min() >= 0 and values.max() <= 1):  # which NaN does not fulfil, either
-            raise _RefusedError(
-                f"image must have floats from 0 to 1, got {values.min():g} … {values.max():g} in {name}"
-            )
+            raise RefusedError(f"image must have floats from 0 to 1, got {values.min():g} … {values.max():g} in {name}")
         return np.asarray(np.rint(255 * values), dtype=np.uint8)
     if image.mode == "I" and image.format not in IN_16_BITS:
-        raise _RefusedError(f"image must have 8 or 16 bits a value, or floats, got 32-bit integers in {name}")
+        raise RefusedError(f"image must have 8 or 16 bits a value, or floats, got 32-bit integers in {name}")
     upper: npt.NDArray[np.uint8] = (values >> 8).astype(np.uint8)
     is_inverted = image.format == "TIFF" and image.tag_v2.get(PHOTOMETRIC) == WHITE_IS_ZERO
     return np.invert(upper) if is_inverted else upper
 
 
-class _RefusedError(ValueError):
+class RefusedError(ValueError):
     """What is wrong with an image, in the words of a message."""
 
 
@@ -75,18 +73,18 @@ def _opened(image: Path | bytes, most_pixels: int) -> Iterator[Image.Image]:
     try:
         # A pipe that nobody writes to would be waited for without end.
         if isinstance(image, Path) and not stat.S_ISREG(image.stat().st_mode):
-            raise _RefusedError(f"image must be readable, got {name}, which is no file")
+            raise RefusedError(f"image must be readable, got {name}, which is no file")
         # By its content: of a path, Pillow 13 maps uncompressed TIFFs into memory and takes their sides for each other
         # where they are turned.
         with BytesIO(image) if isinstance(image, bytes) else image.open("rb") as file, Image.open(file) as opened:
             if opened.width * opened.height > most_pixels:
-                raise _RefusedError(
+                raise RefusedError(
                     f"image must have at most {most_pixels:,} pixels, got {opened.width:,} x {opened.height:,} in "
                     f"{name}; omnibal.data.max_image_pixels says how many"
                 )
             stage = "decodable"
             yield opened
-    except (_RefusedError, MemoryError):
+    except (RefusedError, MemoryError):
         raise
     except FileNotFoundError as error:
         raise ValueError(f"image must exist, got {name}") from error

@@ -2,12 +2,13 @@
 
 What is particular to a family is in ``omnibal.families``. Image tokens are those of transformers' processors; these
 classes themselves need torchvision for their video halves, so that their image halves are used directly: the image
-processor that the folder names.
+processor that the folder names. Of a video processor the sampling and the patches are used, and pixels are those of
+Pillow, as images' are.
 """
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from torch import Tensor
 
 from omnibal.errors import ConfigError, said
 from omnibal.families import family_of
-from omnibal.families.base import ImageLoad, ImageRule, Size
-from omnibal.formats.chat import IMAGE_MARK, Conversation, Picture
+from omnibal.families.base import ImageLoad, ImageRule, Size, VideoHeader, VideoLoad
+from omnibal.formats.chat import IMAGE_MARK, VIDEO_MARK, Conversation, Picture, Video
 from omnibal.formats.images import MOST_PIXELS, image_size, load_image, named
 from omnibal.formats.text import ChatTemplate, Render, Rendered, encode, render_chatml, text_start
+from omnibal.formats.video_format import VideoFormat
+from omnibal.formats.videos import video_header
 from omnibal.records import read_json
 
 # endings of the files of a model's folder that are not weights
@@ -45,12 +48,18 @@ def load_part(auto_class: Any, folder: Path, **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A sample whose text is not yet tokenised and whose images are not decoded; ``loads`` are each image's."""
+    """A sample whose text is not yet tokenised and whose images and videos are not decoded.
+
+    ``loads`` are each image's, ``headers`` and ``video_loads`` each video's.
+    """
 
     rendered: Rendered
     images: tuple[Picture, ...]
     loads: tuple[ImageLoad, ...]
     max_tiles: int | None
+    videos: tuple[Video, ...] = ()
+    headers: tuple[VideoHeader, ...] = ()
+    video_loads: tuple[VideoLoad, ...] = ()
 
 
 class ModelFormat:
@@ -84,6 +93,7 @@ class ModelFormat:
         if token is None:
             raise ConfigError(f"image_token_id in {folder}/config.json must be a token, got {self.image_token_id}")
         self.image_token: str = token  # a rendered conversation holds it once for each image
+        self.video_token_id: int = getattr(config, "video_token_id", None) or -1
         template = None if self.family.image_tokens else self._template()
         self.render: Render = self._chatml() if template is None else template.render
         # What ends each answer where the folder's chat template writes nothing; empty where it does.
@@ -119,23 +129,41 @@ class ModelFormat:
             found["pixel_values"] = torch.cat(tiles)
         return found
 
+    @cached_property
+    def videos(self) -> VideoFormat:
+        """How the model reads videos; a ``ConfigError`` where it does not."""
+        return VideoFormat(self._folder, self.family, self._config, self.tokenizer)
+
     def prepare(self, conversation: Conversation, max_tiles: int | None = None) -> Prepared:
-        """Read the headers of a conversation's images, and render its text; a ``ValueError`` says what is wrong."""
+        """Read the headers of a conversation's images and videos, and render its text, or raise a ``ValueError``."""
         self.refuse_image_tokens(conversation)
         sizes = [image_size(image, self.max_image_pixels) for image in conversation.images]
-        loads = self.image_loads(sizes, max_tiles)
-        return Prepared(self.render(conversation), conversation.images, loads, max_tiles)
+        prepared = Prepared(
+            self.render(conversation), conversation.images, self.image_loads(sizes, max_tiles), max_tiles
+        )
+        if not conversation.videos:
+            return prepared
+        headers = tuple(video_header(video, self.max_image_pixels) for video in conversation.videos)
+        loads = tuple(map(self.videos.rule, headers))
+        texts = [self.videos.text(load) for load in loads]
+        rendered = prepared.rendered.replaced(self.videos.token, texts)
+        return replace(prepared, rendered=rendered, videos=conversation.videos, headers=headers, video_loads=loads)
 
     def sample(self, prepared: Prepared, *, with_pixels: bool) -> dict[str, Any]:
         """A sample for training.
 
         Returns:
-            ``input_ids`` and ``labels`` (tokens,) int64, each image as many tokens as it brings, and what `pixels`
-            returns; ``pixel_values`` is None where there are none or they are not wanted.
+            ``input_ids`` and ``labels`` (tokens,) int64, each image and video as many tokens as it brings, and what
+            `pixels` and `VideoFormat.pixels` return; ``pixel_values`` is None where there are none or they are not
+            wanted.
         """
         (encoded,) = encode(self.tokenizer, [prepared.rendered])
         expanded = encoded.expanded(self.image_token_id, [load.llm_tokens for load in prepared.loads])
+        runs = [run for load in prepared.video_loads for run in load.runs]
+        expanded = expanded.expanded(self.video_token_id, runs) if runs else expanded
         text = {"input_ids": torch.from_numpy(expanded.ids), "labels": torch.from_numpy(expanded.labels)}
+        if prepared.videos and with_pixels:
+            text |= self.videos.pixels(prepared.videos, prepared.headers, prepared.video_loads)
         if not prepared.images or not with_pixels:
             return {**text, "pixel_values": None}
         images = [load_image(image, self.max_image_pixels) for image in prepared.images]
@@ -145,11 +173,13 @@ class ModelFormat:
         return {**text, **self.pixels(images, prepared.max_tiles)}
 
     def refuse_image_tokens(self, conversation: Conversation) -> None:
-        """Raise a ``ValueError`` where a text holds the token that stands for images."""
+        """Raise a ``ValueError`` where a text holds the token that stands for images or videos."""
+        tokens = [self.image_token, *([self.videos.token] if conversation.videos else [])]
         for turn in conversation.turns:
-            text = turn.text.replace(IMAGE_MARK, "") if turn.role == "user" else turn.text
-            if self.image_token in text:
-                raise ValueError(f"conversations must not hold {self.image_token}, which stands for parts of images")
+            text = turn.text.replace(IMAGE_MARK, "").replace(VIDEO_MARK, "") if turn.role == "user" else turn.text
+            for token in tokens:
+                if token in text:
+                    raise ValueError(f"conversations must not hold {token}, which stands for parts of images or videos")
 
     def _rule(self, max_tiles: int | None) -> tuple[dict[str, Any], ImageRule]:
         """Options of the image processor for a limit of tiles, and the image rule that follows from them."""

@@ -1,5 +1,6 @@
 """Conversations as the text that a model reads, by ChatML or by a chat template, and as token ids and labels."""
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,10 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from omnibal.errors import ConfigError, said
-from omnibal.formats.chat import IMAGE_MARK, Conversation
+from omnibal.formats.chat import IMAGE_MARK, VIDEO_MARK, Conversation
 from omnibal.formats.collate import IGNORED
 
 PROBE = "probe"
+IMAGES: Final = re.compile(f"({IMAGE_MARK})")
+MARKS: Final = re.compile(f"({IMAGE_MARK}|{VIDEO_MARK})")
 MOST_LINES: Final = 200_000
 """Lines of its code that a template may run for a few short turns: it takes some hundreds."""
 
@@ -29,6 +32,23 @@ class Rendered:
 
     text: str
     targets: tuple[tuple[int, int], ...]  # (start, stop) of each answer with its end-of-turn token
+
+    def replaced(self, mark: str, texts: Sequence[str]) -> "Rendered":
+        """With ``texts[k]`` in place of the ``k``-th mark; no answer holds one.
+
+        >>> Rendered("a?b", ((2, 3),)).replaced("?", ["long"])
+        Rendered(text='alongb', targets=((5, 6),))
+        """
+        before, *after = self.text.split(mark)
+        if len(after) != len(texts):
+            raise ValueError(f"chat template must write {mark} for each of {len(texts)} videos, got {self.text!r:.200}")
+        shifts, place = list[tuple[int, int]](), len(before)
+        for text, part in zip(texts, after, strict=True):
+            shifts.append((place, len(text) - len(mark)))
+            place += len(mark) + len(part)
+        moved = [sum(shift for at, shift in shifts if at < start) for start, _ in self.targets]
+        targets = [(start + by, stop + by) for (start, stop), by in zip(self.targets, moved, strict=True)]
+        return Rendered(before + "".join(map("".join, zip(texts, after, strict=True))), tuple(targets))
 
 
 Render = Callable[[Conversation], Rendered]
@@ -105,7 +125,8 @@ class ChatTemplate:
         """
         # An answer is what the template adds to the prompt before it: each prompt must begin with all that was
         # written until then, and each answered prompt with the prompt.
-        messages = [self._message(turn.role, turn.text) for turn in conversation.turns]
+        marks = MARKS if conversation.videos else IMAGES
+        messages = [self._message(turn.role, turn.text, marks) for turn in conversation.turns]
         targets, text, written = [], self.start, ""
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -130,12 +151,12 @@ class ChatTemplate:
         except Exception as error:  # templates are programs, and may refuse a conversation by any error
             raise ValueError(f"chat template must take the conversation, got {said(error)}") from error
 
-    def _message(self, role: str, text: str) -> Message:
-        before, *after = text.split(IMAGE_MARK) if role == "user" else [text]
+    def _message(self, role: str, text: str, marks: re.Pattern[str] = IMAGES) -> Message:
+        before, *rest = marks.split(text) if role == "user" else [text]
         content = [{"type": "text", "text": before}] if before else []
-        for part in after:
-            rest = part.removeprefix("\n") if self.breaks_line else part
-            content += [{"type": "image"}, *([{"type": "text", "text": rest}] if rest else [])]
+        for mark, part in zip(rest[::2], rest[1::2], strict=True):
+            behind = part.removeprefix("\n") if self.breaks_line else part
+            content += [{"type": mark.strip("<>")}, *([{"type": "text", "text": behind}] if behind else [])]
         return {"role": role, "content": content}
 
 
@@ -172,7 +193,7 @@ def _answer_begin(prompt: str, answered: str) -> int | None:
 
 
 class Encoded(NamedTuple):
-    """Token ids (tokens,) and which of them carry loss; every image is still one token."""
+    """Token ids (tokens,) and which of them carry loss; every image is still one token, and every run of a video."""
 
     ids: Ids
     is_target: Mask

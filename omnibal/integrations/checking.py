@@ -12,11 +12,13 @@ from torch import Tensor
 from omnibal.errors import ConfigError
 from omnibal.integrations.apart import TYPES
 from omnibal.integrations.leaks import PackingCheck, compare, plain_words
-from omnibal.integrations.packing import Collator, PackCollator, arguments_of, as_alone, positions_of
+from omnibal.integrations.packing import Collator, PackCollator, arguments_of, as_alone, positions_of, videos_of
 from omnibal.integrations.rearranging import blank_image, image_tokens
 
-SHAPES: Final = ((1, 11), (0, 14), (2, 5), (0, 8))
-"""Images and words of made-up samples: unlike in size, and no two of them with as many tokens."""
+SHAPES: Final = ((1, 0, 11), (0, 1, 14), (2, 0, 5), (0, 0, 8))
+"""Images, videos and words of made-up samples: unlike in size, and no two of them with as many tokens."""
+SLICES: Final = 2
+"""Temporal slices of a made-up video."""
 FEW: Final = 2
 """Layers and heads of a small model, where one of each kind needs no more."""
 WIDTHS: Final = ("embed_dim", "hidden_size")
@@ -86,13 +88,20 @@ def made_samples(model: Any) -> list[dict[str, Tensor]]:
     except (AttributeError, ConfigError):  # a language model, or images of a shape that only a processor knows
         image, token = {}, -1
     run = torch.full((image_tokens(model, image),), token)
+    video_token = videos_of(positions_of(model.config)) if image else None
     samples = []
-    for num_images, num_words in SHAPES:
+    for num_images, num_videos, num_words in SHAPES:
         text = words[torch.randint(len(words), (num_words,), generator=generator)][:, None].unbind()
-        # A word stands before each image: models find images by runs of their tokens.
-        ids = torch.cat([part for word in text[:num_images] for part in (word, run)] + [*text[num_images:]])
-        types = {name: (ids == token).long() for name in TYPES if name in takes}
-        samples.append({"input_ids": ids} | types | _images(image, num_images, generator))
+        slices = 0 if video_token is None else SLICES * num_videos  # each a video of one slice, alike in all models
+        parts = [run] * num_images + [torch.full_like(run, video_token or 0)] * slices
+        # A word stands before each image and each slice: models find images by runs of their tokens.
+        ids = torch.cat([part for pair in zip(text, parts, strict=False) for part in pair] + [*text[len(parts) :]])
+        types = {name: (ids == token).long() + 2 * (ids == video_token) for name in TYPES if name in takes}
+        fields = _images(image, num_images, generator)
+        for each in [_images(image, 1, generator) for _ in range(slices)]:
+            given = {"pixel_values_videos": each["pixel_values"], "video_grid_thw": each["image_grid_thw"]}
+            fields |= {name: torch.cat([fields[name], new]) if name in fields else new for name, new in given.items()}
+        samples.append({"input_ids": ids} | types | fields)
     return samples
 
 

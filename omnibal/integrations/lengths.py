@@ -80,12 +80,15 @@ def measured(collator: Any, dataset: Dataset, num_workers: int = 0) -> SampleLen
                 bar.update(len(part))
     except RuntimeError as error:  # a worker was killed, as where memory does not suffice
         problem = said(error)
-    loads = np.zeros((len(dataset), 3), dtype=np.int64)
-    own_loads = np.reshape(found, (-1, 3)) if problem is None else DataError(problem)
+    loads = np.zeros((len(dataset), 4), dtype=np.int64)
+    # A user's own measure may know of no videos.
+    whole = [(*each, 0)[:4] for each in found]
+    own_loads = np.reshape(whole, (-1, 4)) if problem is None else DataError(problem)
     for number, theirs in enumerate(gather(own_loads)):
         loads[number::num_ranks] = theirs
-    vision_units, llm_tokens, target_tokens = loads.T
-    return SampleLengths(vision_units, llm_tokens, target_tokens=target_tokens)
+    vision_units, llm_tokens, target_tokens, video_units = loads.T
+    videos = {"video_units": video_units} if video_units.any() else {}
+    return SampleLengths(vision_units, llm_tokens, target_tokens=target_tokens, **videos)
 
 
 def kept_lengths(

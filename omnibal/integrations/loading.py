@@ -5,10 +5,13 @@ No torch and no host is imported here. A host that counts batches (Trainer, Acce
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any, Protocol
 from warnings import warn
 
 import numpy as np
+import numpy.typing as npt
 
 from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
@@ -17,41 +20,42 @@ from omnibal.data.packs import Packs
 from omnibal.errors import DataError
 from omnibal.feeds.sampler import BalancedBatchSampler
 
-Loads = tuple[int, int, int]
-"""Vision units, LLM tokens and target tokens of a sample."""
+Loads = tuple[int, int, int] | tuple[int, int, int, int]
+"""Vision units, LLM tokens and target tokens of a sample; and those of its vision units that videos bring."""
 
 
 class Pack(list[int]):
-    """Samples of a pack, and a filler: a sample that is run along without its targets, or None.
+    """Samples of a pack, and fillers: samples that are run along without their targets.
 
-    Alone in its part of the sequence and without targets, the filler adds zeros to the gradients. It is there for the
-    ViT, which some ranks would else not run, or for a pack that holds nothing.
+    Alone in its part of the sequence and without targets, a filler adds zeros to the gradients. It is there for the
+    ViT, which some ranks would else not run, or not on images or videos; or for a pack that holds nothing.
     """
 
-    def __init__(self, samples: Sequence[int] = (), filler: int | None = None) -> None:
+    def __init__(self, samples: Sequence[int] = (), fillers: Sequence[int] = ()) -> None:
         super().__init__(samples)
-        self.filler = filler
+        self.fillers = tuple(fillers)
 
 
 class PackSampler(BalancedBatchSampler):
-    """A ``BalancedBatchSampler`` whose packs say which filler they need.
+    """A ``BalancedBatchSampler`` whose packs say which fillers they need.
 
-    A pack without an image gets the smallest sample with one as its filler where another pack of the step has an image,
-    with ``image_in_every_pack`` in all steps; an empty pack gets the smallest sample. Limits do not count fillers.
-    Every rank has its own packs, so the host must not deal them to its ranks again.
+    Images are a kind of input and videos another: a model runs its ViT once for each. A pack without a kind gets the
+    smallest sample with it as a filler where another pack of the step has that kind, with ``image_in_every_pack`` in
+    all steps; an empty pack gets the smallest sample. Limits do not count fillers. Every rank has its own packs, so the
+    host must not deal them to its ranks again.
 
     >>> sampler = PackSampler(SampleLengths([2, 1, 0], [50, 30, 20]), PackLimits(2, 60), num_replicas=3, rank=0)
-    >>> sorted((pack, pack.filler) for pack in sampler.packs_of_all_ranks(step=0))
-    [([0], None), ([1], None), ([2], 1)]
+    >>> sorted((pack, pack.fillers) for pack in sampler.packs_of_all_ranks(step=0))
+    [([0], ()), ([1], ()), ([2], (1,))]
     """
 
     def __init__(
         self, lengths: SampleLengths, limits: PackLimits, *, image_in_every_pack: bool = False, **options: Any
     ) -> None:
         super().__init__(lengths, limits, **options)
-        self._in_every_pack = image_in_every_pack
-        self._smallest = _smallest(lengths, np.arange(len(lengths)))
-        self._smallest_with_image = _smallest(lengths, np.flatnonzero(lengths.vision_units))
+        self._kinds = lengths.kinds
+        self._smallest = {int(kinds): _smallest(lengths, self._kinds == kinds) for kinds in np.unique(self._kinds)}
+        self._in_every_pack = reduce(or_, self._smallest, 0) if image_in_every_pack else 0
 
     def __iter__(self) -> Iterator[list[int]]:
         for number, _ in enumerate(super().__iter__()):
@@ -68,13 +72,12 @@ class PackSampler(BalancedBatchSampler):
     def packs_of_all_ranks(self, step: int) -> list[Pack]:
         """The packs of a step of the current epoch, rank after rank, micro-batch after micro-batch."""
         packs = self.packs_of_step(step)
-        # All ranks run the ViT in a micro-batch, or none: hosts gather its weights or reduce its gradients together.
-        has_image = packs.vision_units(self.lengths) > 0
-        wants_image = self._in_every_pack or bool(has_image.any())
-        fillers = (
-            self._filler(len(pack) == 0, wants_image and not has) for pack, has in zip(packs, has_image, strict=True)
-        )
-        return [Pack(pack.tolist(), filler) for pack, filler in zip(packs, fillers, strict=True)]
+        kinds = [int(np.bitwise_or.reduce(self._kinds[pack])) for pack in packs]
+        # All ranks run the ViT on a kind in a micro-batch, or none: hosts gather its weights or reduce its gradients
+        # together.
+        wanted = reduce(or_, kinds, self._in_every_pack)
+        fillers = (self._fillers(len(pack) == 0, has, wanted) for pack, has in zip(packs, kinds, strict=True))
+        return [Pack(pack.tolist(), found) for pack, found in zip(packs, fillers, strict=True)]
 
     def packs_of_step(self, step: int) -> Packs:
         """The packs of a step without fillers, in the order of ``packs_of_all_ranks``."""
@@ -89,19 +92,29 @@ class PackSampler(BalancedBatchSampler):
         sizes = load.vision_units, load.llm_tokens, load.llm_tokens_squared, load.vision_squared
         return Load(*sizes, sound_units=load.sound_units)
 
-    def _filler(self, is_empty: bool, lacks_image: bool) -> int | None:
-        if lacks_image and self._smallest_with_image is not None:
-            return self._smallest_with_image
-        return self._smallest if is_empty else None
+    def _fillers(self, is_empty: bool, has: int, wanted: int) -> list[int]:
+        """Samples that bring the kinds that a pack lacks, and none that the step has not."""
+        found = list[int]()
+        allowed = {kinds: sample for kinds, sample in self._smallest.items() if not kinds & ~wanted}
+        while missing := wanted & ~has:
+            one = missing & -missing  # a sample with this kind: where it is in the step, so is all that it comes with
+            found.append(self._least([sample for kinds, sample in allowed.items() if kinds & one]))
+            has |= int(self._kinds[found[-1]])
+        if is_empty and not found and allowed:
+            found.append(self._least([*allowed.values()]))
+        return found
+
+    def _least(self, samples: Sequence[int]) -> int:
+        return min(samples, key=lambda sample: (self.lengths.vision_units[sample], self.lengths.llm_tokens[sample]))
 
 
 @dataclass(frozen=True)
 class PackItems:
-    """The items of a pack, as its collator gets them; where it has a filler, that is the last one."""
+    """The items of a pack, as its collator gets them; fillers are the last ones."""
 
     samples: tuple[int, ...]
     items: tuple[Any, ...]
-    has_filler: bool
+    num_fillers: int = 0
 
 
 class Dataset(Protocol):
@@ -126,8 +139,8 @@ class PackedView:
 
     def __getitems__(self, pack: Pack) -> PackItems:
         """The items of a pack; a DataLoader calls this in place of one ``[sample]`` after the other."""
-        samples = (*pack, *([] if pack.filler is None else [pack.filler]))
-        return PackItems(samples, tuple(self.dataset[sample] for sample in samples), pack.filler is not None)
+        samples = (*pack, *pack.fillers)
+        return PackItems(samples, tuple(self.dataset[sample] for sample in samples), len(pack.fillers))
 
 
 class PlannedLoads:
@@ -140,23 +153,38 @@ class PlannedLoads:
         self._lengths, self._absorb, self._warned = lengths, absorb, False
 
     def check(
-        self, samples: Sequence[int], found: Sequence[tuple[int | None, int, int]], vision_units: int | None = None
+        self,
+        samples: Sequence[int],
+        found: Sequence[tuple[int | None, ...]],
+        vision_units: tuple[int, int] | None = None,
     ) -> None:
-        """Compare the loads of a pack's samples with the plan; with ``vision_units`` of all of them together.
+        """Compare the loads of a pack's samples with the plan, or ``vision_units`` of all of them together.
 
-        A sample's own vision units may be None, as where a padded batch has the images of all of its samples.
+        Those are all vision units, and the ones of videos. A sample's own vision units may be None, as where a padded
+        batch has the images of all of its samples.
         """
         planned = [self._planned(sample) for sample in samples]
         for sample, expected, loads in zip(samples, planned, found, strict=True):
             if any(own not in (None, other) for own, other in zip(loads, expected, strict=False)):
                 self._note(f"sample {sample}", f"vision units, LLM tokens and target tokens, {expected}, got {loads}")
-        units = sum(loads[0] or 0 for loads in found) if vision_units is None else vision_units
-        planned_units, numbers = sum(loads[0] for loads in planned), f"samples {', '.join(map(str, samples))}"
-        if planned_units and not units:
-            raise DataError(
-                f"{numbers} must have an image among them, as planned, got none; the other ranks would wait for this "
-                "one's ViT"
-            )
+        chosen, videos = list(samples), self._lengths.video_units
+        planned_units = int(self._lengths.vision_units[chosen].sum())
+        planned_videos = 0 if videos is None else int(videos[chosen].sum())
+        units, of_videos = vision_units or (
+            sum(loads[0] or 0 for loads in found),
+            sum(sum(loads[3:]) for loads in found),
+        )
+        numbers = f"samples {', '.join(map(str, samples))}"
+        kinds = (
+            ("an image", planned_units - planned_videos, units - of_videos),
+            ("a video", planned_videos, of_videos),
+        )
+        for kind, expected_units, own in kinds:
+            if expected_units and not own:
+                raise DataError(
+                    f"{numbers} must have {kind} among them, as planned, got none; the other ranks would wait for this "
+                    "one's ViT"
+                )
         if vision_units is not None and units != planned_units:
             self._note(numbers, f"vision units together, {planned_units}, got {units}")
 
@@ -177,9 +205,8 @@ class PlannedLoads:
             self._warned = True
 
 
-def _smallest(lengths: SampleLengths, among: Any) -> int | None:
+def _smallest(lengths: SampleLengths, chosen: npt.NDArray[np.bool_]) -> int:
     """The sample with the fewest vision units, of several the one with the fewest tokens, the first of several."""
-    if not len(among):
-        return None
+    among = np.flatnonzero(chosen)
     order = np.lexsort((lengths.llm_tokens[among], lengths.vision_units[among]))
     return int(among[order[0]])

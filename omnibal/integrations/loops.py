@@ -124,14 +124,15 @@ class ItemCollator(SampleCollator):
 
 
 def item_loads(item: Mapping[str, Any]) -> Loads:
-    """Loads of an item: ``input_ids``, ``labels`` and, where it has an image, ``pixel_values`` (tiles or patches, …).
+    """Loads of an item: ``input_ids``, ``labels``, and rows (tiles, patches) of its images' and its videos' pixels.
 
     >>> item_loads({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]})
-    (0, 3, 2)
+    (0, 3, 2, 0)
     """
-    pixels = item.get("pixel_values")
+    pixels = (item.get(name) for name in ("pixel_values", "pixel_values_videos"))
+    images, videos = (0 if rows is None else len(rows) for rows in pixels)
     targets = torch.as_tensor(item["labels"]).flatten()[1:] != IGNORED
-    return 0 if pixels is None else len(pixels), torch.as_tensor(item["input_ids"]).numel(), int(targets.sum())
+    return images + videos, torch.as_tensor(item["input_ids"]).numel(), int(targets.sum()), videos
 
 
 def balanced_loader(
@@ -165,7 +166,8 @@ def balanced_loader(
             samples for the families of ``omnibal.integrations.packing.FAMILIES``, which are tested, and of three for
             others. None where ``collate`` flattens the items of a batch
             or pads them itself, as the host's model wants them.
-        measure: Vision units, LLM tokens and target tokens of an item, for ``collate`` without ``model``.
+        measure: Vision units, LLM tokens and target tokens of an item, and its videos' vision units where the data have
+            videos, for ``collate`` without ``model``.
         padded: Whether ``collate`` pads the items of a batch to the longest: limits then count the padding.
         mesh: Of the data-parallel ranks, one dimension of a larger one: the others, as those that share tensors, get
             the same packs. By default every process is a data-parallel rank.

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError, DataError
-from omnibal.formats.collate import IGNORED, Positions, mrope_positions
+from omnibal.formats.collate import IGNORED, MropeRule, Positions, mrope_positions
 from omnibal.integrations.apart import KINDS, TYPES, StatefulLayers, mask_images
 from omnibal.integrations.leaks import compare
 from omnibal.integrations.loading import Loads, PackItems, PlannedLoads
@@ -35,9 +35,10 @@ FAMILIES: Final[Mapping[str, bool]] = MappingProxyType(dict.fromkeys(ONE_ROW, Fa
 """Model types whose packs are tested, and whether their positions have three rows (time, height, width) beside the
 text's; other types pack if they prove to at the start."""
 PER_TOKEN: Final = ("input_ids", "labels", *TYPES)
+PER_VIDEO: Final = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 PER_IMAGE: Final = (
     *("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images", "pixel_attention_mask"),
-    *("spatial_shapes", "image_position_ids"),
+    *("spatial_shapes", "image_position_ids", *PER_VIDEO),
 )
 SIZED: Final = frozenset({"image_sizes", "pixel_attention_mask"})
 """Tensors that tell how much of an image is real: beside them smaller images may be padded to the largest."""
@@ -47,7 +48,7 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 Shapes = dict[str, Shape]
 WHY_LEFT_OUT: Final = MappingProxyType(
     {"position_ids": "packs count positions themselves"}
-    | dict.fromkeys(("pixel_values_videos", "video_grid_thw"), "packs hold images and text")
+    | dict.fromkeys(PER_VIDEO, "packs hold videos of Qwen's models alone")
 )
 """Fields that packs cannot have, whether the model names them or not, and why."""
 CHECKED_TOKENS: Final = 8
@@ -58,8 +59,13 @@ def positions_of(config: Any) -> Positions | None:
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     if not FAMILIES.get(config.model_type, "mrope_section" in rope):
         return None
-    merge_size = config.vision_config.spatial_merge_size
-    return partial(_four_rows, image_token_id=config.image_token_id, merge_size=merge_size)
+    return partial(_four_rows, MropeRule.of(config))
+
+
+def videos_of(positions: Positions | None) -> int | None:
+    """The id of what stands for a piece of a video, where its positions are known."""
+    rule = positions.args[0] if isinstance(positions, partial) else None
+    return rule.video_token_id if isinstance(rule, MropeRule) else None
 
 
 def arguments_of(model: Any) -> frozenset[str] | None:
@@ -77,7 +83,11 @@ def refuse_missing(fields: Mapping[str, Any], arguments: frozenset[str] | None) 
     # Without token types, transformers 5.23 counts the positions of images as those of text, for Qwen2.5-VL silently,
     # and Gemma sees an image's tokens one after another.
     types = next((name for name in TYPES if arguments is not None and name in arguments), None)
-    if types is not None and "pixel_values" in fields and not {types, "position_ids"} & fields.keys():
+    if (
+        types is not None
+        and {"pixel_values", *PER_VIDEO[:1]} & fields.keys()
+        and not {types, "position_ids"} & fields.keys()
+    ):
         raise DataError(
             f"data_collator must give {types} beside images, got only {', '.join(map(str, fields))}; without "
             "it transformers takes image tokens for text, in plain training too: take what the processor "
@@ -95,9 +105,9 @@ def vary_lengths(batch: Mapping[str, Any]) -> None:
         torch._dynamo.maybe_mark_dynamic(batch["pixel_values"], 0)
 
 
-def _four_rows(ids: Tensor, sample: Mapping[str, Any], **sizes: int) -> Tensor:
+def _four_rows(rule: MropeRule, ids: Tensor, sample: Mapping[str, Any]) -> Tensor:
     """The text's positions, which tell samples apart, above those in time, height and width."""
-    return torch.cat([torch.arange(len(ids))[None], mrope_positions(ids, sample, **sizes)])
+    return torch.cat([torch.arange(len(ids))[None], mrope_positions(ids, sample, rule)])
 
 
 class SampleCollator(ABC):
@@ -135,8 +145,8 @@ class SampleCollator(ABC):
         samples = [self.sample(item) for item in drawn.items]
         if self._planned is not None:
             self._planned.check(drawn.samples, [self.loads(sample) for sample in samples])
-        if drawn.has_filler:
-            samples[-1] = self.without_targets(samples[-1])
+        for place in range(len(samples) - drawn.num_fillers, len(samples)):
+            samples[place] = self.without_targets(samples[place])
         return self.pack(samples)
 
 
@@ -162,15 +172,19 @@ class PackCollator(SampleCollator):
     ) -> None:
         super().__init__(lengths, absorb=absorb)
         self._collate, self._positions, self._arguments = collate, positions, arguments
+        self._takes_videos = videos_of(positions) is not None
 
     def sample(self, item: Any) -> dict[str, Tensor]:
         """The fields of one item: per token (tokens,), per image as the model takes it."""
         fields = dict(self._collate([item]))
         mask = fields.pop("attention_mask", None)
         fields = {name: value for name, value in fields.items() if value is not None}
+        # Qwen2.5-VL's processor gives a list, which only a data collator may have made a tensor.
+        fields |= {name: torch.as_tensor(fields[name]) for name in PER_VIDEO[2:] if name in fields}
         fields = {name: value for name, value in fields.items() if not self._is_idle(name, value)}
         refuse_missing(fields, self._arguments)
-        surplus = sorted(set(fields) - {*PER_TOKEN, *PER_IMAGE})
+        known = {*PER_TOKEN, *PER_IMAGE} - (set() if self._takes_videos else {*PER_VIDEO})
+        surplus = sorted(set(fields) - known)
         if surplus:
             why = "; ".join(f"{name}: {WHY_LEFT_OUT[name]}" for name in surplus if name in WHY_LEFT_OUT)
             raise DataError(
@@ -214,8 +228,8 @@ class PackCollator(SampleCollator):
         return tokens | joined_images(samples) | {"position_ids": positions, "use_cache": False}
 
     def loads(self, sample: Mapping[str, Tensor]) -> Loads:
-        vision_units = len(sample["pixel_values"]) if "pixel_values" in sample else 0
-        return vision_units, len(sample["input_ids"]), int((sample["labels"] != IGNORED).sum())
+        videos, units = (len(sample.get(name, ())) for name in ("pixel_values_videos", "pixel_values"))
+        return units + videos, len(sample["input_ids"]), int((sample["labels"] != IGNORED).sum()), videos
 
 
 def unpadded_images(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -139,14 +139,13 @@ class PaddedCollator:
         if self._planned is not None:  # a row tells its tokens, pixel_values only the images of all rows
             rows = [(None, *row) for row in _rows(batch)]
             self._planned.check(drawn.samples, rows, _units(batch))
-        if drawn.has_filler:
-            batch["labels"][-1] = IGNORED
+        batch["labels"][len(drawn.samples) - drawn.num_fillers :] = IGNORED
         return batch
 
     def measure(self, dataset: Any, numbers: Sequence[int]) -> list[Loads]:
         """Loads of some samples, each of which is read once."""
         batches = (self._collated([dataset[number]]) for number in numbers)
-        return [(_units(batch), *_rows(batch)[0]) for batch in batches]
+        return [(units[0], *_rows(batch)[0], units[1]) for batch in batches for units in [_units(batch)]]
 
     def _collated(self, items: Sequence[Any]) -> dict[str, Any]:
         batch = {name: value for name, value in self._collate(list(items)).items() if value is not None}
@@ -180,7 +179,8 @@ def _rows(batch: Mapping[str, Tensor]) -> list[tuple[int, int]]:
     return list(zip(tokens, (batch["labels"] != IGNORED).sum(dim=1).tolist(), strict=True))
 
 
-def _units(fields: Mapping[str, Tensor]) -> int:
-    """Vision units: tiles or patches."""
-    pixels = fields.get("pixel_values")
-    return 0 if pixels is None else len(unpadded_images(fields).get("pixel_values", pixels))
+def _units(fields: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Vision units, tiles or patches, and those of videos."""
+    pixels, videos = fields.get("pixel_values"), len(fields.get("pixel_values_videos", ()))
+    images = 0 if pixels is None else len(unpadded_images(fields).get("pixel_values", pixels))
+    return images + videos, videos

@@ -154,6 +154,8 @@ class RearrangingLoader:
         told: tuple[list[IntArray], Shapes] | DataError
         try:
             read = [[self._collator.sample(item) for item in batch] for batch in islice(batches, self._micro_batches)]
+            if any("pixel_values_videos" in sample for sample in chain(*read)):
+                raise DataError("samples must hold images and text to be rearranged, got a video; balance packs videos")
             tokens = [self._tokens(batch) for batch in read]
             state = self._source.state_dict() if hasattr(self._source, "state_dict") else None
             told = [self._sizes(batch) for batch in read], rows_of_images(chain(*read))

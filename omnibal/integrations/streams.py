@@ -94,7 +94,10 @@ class StreamLoader:
 
     def _read(self, item: Any) -> BufferedSample:
         held = self._collator.sample(item)
-        return BufferedSample(held, self._collator.loads(held))
+        vision_units, llm_tokens, target_tokens, *videos = self._collator.loads(held)
+        if any(videos):
+            raise DataError("a sample of a stream must hold images and text, got a video; index the data for balance")
+        return BufferedSample(held, (vision_units, llm_tokens, target_tokens))
 
     def _batch(self, samples: list[BufferedSample], filler: BufferedSample | None, wants_image: bool) -> Any:
         """A pack, with a filler where it is empty, or lacks an image that others have."""

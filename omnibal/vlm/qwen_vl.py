@@ -26,7 +26,7 @@ from transformers.vision_utils import (
 
 from omnibal.families import family_of, layer_records
 from omnibal.families.base import LayerRecord
-from omnibal.formats.collate import GRIDS, mrope_positions
+from omnibal.formats.collate import GRIDS, MropeRule, mrope_positions
 from omnibal.vlm.attention import attention_kwargs
 from omnibal.vlm.layers import LayerRecipe, VisionLanguageModel, skeleton_of
 from omnibal.vlm.payload import PackCounts, Payload, note_counts
@@ -238,7 +238,7 @@ def qwen_vl(config: Any) -> VisionLanguageModel:
     vision: Any = config.vision_config
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     merge_size = vision.spatial_merge_size
-    positions = partial(mrope_positions, image_token_id=config.image_token_id, merge_size=merge_size)
+    positions = partial(mrope_positions, rule=MropeRule.of(config))
     return VisionLanguageModel(
         skeleton,
         records,

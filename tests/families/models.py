@@ -1,6 +1,10 @@
 """A small model of each family: its transformers configuration and its image processor, neither with weights."""
 
+import sys
 from copy import deepcopy
+from importlib.util import find_spec
+from types import ModuleType
+from unittest import mock
 
 import torch
 from tokenizers import Tokenizer
@@ -42,6 +46,15 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+if find_spec("torchvision") is None:  # Qwen2-VL's processor imports it where it is there or not
+    stand_in = ModuleType("torchvision.transforms.v2.functional")
+    names = ["torchvision", "torchvision.transforms", "torchvision.transforms.v2", stand_in.__name__]
+    with mock.patch.dict(sys.modules, {name: ModuleType(name) for name in names} | {names[-1]: stand_in}):
+        from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+else:
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
 # As in the folders that are published: LLaVA's kin put a turn's images before its text; LLaVA 1.5 ends no answer,
 # LLaVA-OneVision has a space in earlier turns that is not in its prompt; Qwen brackets images, its first ones add a
@@ -68,7 +81,8 @@ ONEVISION = (
 QWEN3 = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}<|im_end|>\n"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif part['type'] == 'video' %}"
+    "<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
@@ -160,7 +174,8 @@ def small_config(model_type, *, image_token_id=600, text_tied=False, vision=None
     # Classes write their defaults into what they are given: the next family's configuration must not find them there.
     vision, text = deepcopy((own_vision | (vision or {}), TEXT | tied | own_text | (text or {})))
     token = {"image_token_index" if model_type in IMAGE_TOKEN_INDEX else "image_token_id": image_token_id}
-    return config_class(vision_config=vision, text_config=text, **further | token | options)
+    video = {"video_token_id": image_token_id + 1} if "qwen" in model_type else {}
+    return config_class(vision_config=vision, text_config=text, **further | token | video | options)
 
 
 def image_processor(model_type):
@@ -183,6 +198,9 @@ def image_processor(model_type):
     return Qwen2VLImageProcessorPil(patch_size=PATCH, size={"shortest_edge": 16 * 16, "longest_edge": 64 * 64})
 
 
+VIDEO_PROCESSORS = {
+    "qwen2_vl": Qwen2VLVideoProcessor, "qwen2_5_vl": Qwen2VLVideoProcessor, "qwen3_vl": Qwen3VLVideoProcessor,
+}  # fmt: skip
 PROCESSORS = {
     "internvl": InternVLProcessor,
     "llava": LlavaProcessor,
@@ -193,6 +211,13 @@ PROCESSORS = {
     "qwen3_vl": Qwen3VLProcessor,
     "qwen3_vl_moe": Qwen3VLProcessor,
 }
+
+
+def video_processor(model_type, **options):
+    """The video processor that comes with such a model; it samples two frames a second."""
+    size = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64 * (4 if model_type == "qwen3_vl" else 1)}
+    sampling = {"fps": 2, "do_sample_frames": True, "min_frames": 2, "max_frames": 10, "cap_pixels_per_frame": False}
+    return VIDEO_PROCESSORS[model_type](**{"patch_size": PATCH, "size": size} | sampling | options)
 
 
 def whole_processor(model_type, images, *, token="I"):
@@ -221,7 +246,8 @@ def image_token(model_type):
 def tokenizer_of(model_type, folder):
     """The demo's tokenizer with a family's tokens and chat template."""
     backend = Tokenizer.from_str(AutoTokenizer.from_pretrained(folder).backend_tokenizer.to_str())
-    backend.add_special_tokens(["<s>", "</s>", "<image>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"])
+    brackets = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
+    backend.add_special_tokens(["<s>", "</s>", "<image>", *brackets])
     named = {"eos_token": "<|im_end|>"}
     if model_type in BEGIN_TEXTS:
         backend.post_processor = TemplateProcessing(
@@ -240,11 +266,15 @@ def save_folder(model_type, folder, demo, *, weights=False):
     tokenizer = tokenizer_of(model_type, demo)
     config = small_config(model_type, image_token_id=tokenizer.convert_tokens_to_ids(image_token(model_type)))
     config.text_config.vocab_size = len(tokenizer)
+    videos = []
+    if model_type in VIDEO_PROCESSORS:
+        config.video_token_id = tokenizer.convert_tokens_to_ids("<|video_pad|>")
+        videos = [video_processor(model_type)]
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config.text_config, name, None)
     config.text_config.initializer_range = 0.3  # with smaller weights, positions hardly matter to so small a model
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config) if weights else config
-    for part in (model, tokenizer, image_processor(model_type)):
+    for part in (model, tokenizer, image_processor(model_type), *videos):
         part.save_pretrained(folder)
     return tokenizer

@@ -129,7 +129,7 @@ def test_other_records_are_refused(other, reason):
             record(("human", "<image>"), ("gpt", "Hi"), image=["/9j/4AAQ" * 600]),
             "image must be a path, got 4800 characters of data, /9j/4AAQ",
         ),
-        (record(("human", "Hi"), ("gpt", "Hi"), video="a.mp4"), "got video"),
+        (record(("human", "Hi"), ("gpt", "Hi"), audio="a.wav"), "got audio"),
         (
             record(("human", "Hi"), ("gpt", "Hi"), image="a", images=["b"]),
             "sample must name its images under one key, got different ones under image and images",

@@ -8,7 +8,7 @@ from omnibal.integrations.losses import loss_per_target
 from omnibal.integrations.packing import PER_IMAGE
 from tests.families.models import DROPPED_IN, PATCH, PINPOINTS, small_config
 from tests.families.models import TILE as FIRST_TILE
-from tests.vlm.families import IMAGE_TOKEN, family_samples
+from tests.vlm.families import IMAGE_TOKEN, VIDEO_TOKEN, family_samples
 
 TILED = ("idefics3", "smolvlm")
 """Families that pack, and that a pipeline does not know."""
@@ -124,6 +124,31 @@ def _sized_image(model_type, rows, columns, generator):
     return {"pixel_values": pixels, "spatial_shapes": shape, "pixel_attention_mask": real}
 
 
+def items_of_kinds(model_type, kinds):
+    """A sample of each kind, of unlike sizes, for one of Qwen's models."""
+    generator = torch.Generator().manual_seed(5)
+    return [_item_of_kind(model_type, kind.split("+"), number, generator) for number, kind in enumerate(kinds)]
+
+
+def _item_of_kind(model_type, kinds, number, generator):
+    words = torch.randint(4, IMAGE_TOKEN, (7 + number % 5,), generator=generator).tolist()
+    ids, fields = words[:2], {"pixel_values": None}
+    values = 3 * 2 * PATCH**2
+    for kind in filter(None, kinds):
+        rows, columns, slices = 2 + 2 * (number % 3), 4, 1 if kind == "image" else 2 + number % 2
+        tokens = [IMAGE_TOKEN if kind == "image" else VIDEO_TOKEN] * (rows * columns // 4)
+        ids += [*tokens, *words[2:4]] * slices if model_type == "qwen3_vl" else [*tokens * slices, words[2]]
+        pixels = torch.randn(slices * rows * columns, values, generator=generator)
+        pixels_name = "pixel_values" if kind == "image" else "pixel_values_videos"
+        own = {pixels_name: pixels, f"{kind}_grid_thw": torch.tensor([[slices, rows, columns]])}
+        if kind == "video" and model_type == "qwen2_5_vl":
+            own["second_per_grid_ts"] = torch.rand(1, generator=generator) + 0.3
+        fields |= {name: torch.cat([fields[name], v]) if fields.get(name) is not None else v for name, v in own.items()}
+    ids += words[4:]
+    labels = [-100] * (len(ids) - 3) + ids[-3:]
+    return {"input_ids": torch.tensor(ids), "labels": torch.tensor(labels), **fields}
+
+
 class Collate:
     """Pads to a multiple of eight, as many collators do."""
 
@@ -141,7 +166,8 @@ class Collate:
         if self.model_type == "paligemma":  # what is to be learned sees only what lies before it
             batch["token_type_ids"] = (batch["labels"] != -100).long()
         if self.with_types:
-            batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE_TOKEN).long()
+            ids = batch["input_ids"]
+            batch["mm_token_type_ids"] = (ids == IMAGE_TOKEN).long() + 2 * (ids == VIDEO_TOKEN).long()
         for name in PER_IMAGE:
             found = [item[name] for item in items if item.get(name) is not None]
             if found and name == "pixel_values" and self.model_type in TILED:

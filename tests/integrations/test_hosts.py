@@ -67,7 +67,7 @@ def plan(rank):
     for epoch in range(2):
         sampler.set_epoch(epoch)
         steps += [sampler.packs_of_all_ranks(step) for step in range(sampler.num_steps)]
-        own += [[*pack, *([] if pack.filler is None else [pack.filler])] for pack in sampler]
+        own += [[*pack, *pack.fillers] for pack in sampler]
     before = [*range(rank, len(lengths), RANKS), *range(len(lengths)), *samples_to_check(lengths, is_known=True)]
     return steps, own, before
 

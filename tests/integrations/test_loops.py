@@ -80,13 +80,13 @@ def test_a_collator_of_many_items_gets_the_items_of_a_pack():
     for pack, batch in zip(loader.pack_sampler, loader, strict=True):
         for sample, item in zip(pack, batch, strict=False):
             assert item is items[sample]
-        if pack.filler is None:
+        if not pack.fillers:
             assert len(batch) == len(pack)
         else:
             assert not (batch[-1]["labels"] != -100).any()
-            assert batch[-1]["input_ids"] is items[pack.filler]["input_ids"]
-            assert (items[pack.filler]["labels"] != -100).any()
-    assert any(pack.filler is not None for pack in loader.pack_sampler)
+            assert batch[-1]["input_ids"] is items[pack.fillers[0]]["input_ids"]
+            assert (items[pack.fillers[0]]["labels"] != -100).any()
+    assert any(pack.fillers for pack in loader.pack_sampler)
 
 
 class Noting(list):
@@ -188,7 +188,7 @@ def test_targets_are_compared_where_they_are_known():
 
 def test_a_filler_of_items_keeps_all_but_its_targets():
     item = {"input_ids": torch.arange(4), "labels": torch.arange(4), "pixel_values": torch.ones(2, 3)}
-    (kept, filler) = ItemCollator(list, item_loads)(PackItems((0, 0), (item, item), has_filler=True))
+    (kept, filler) = ItemCollator(list, item_loads)(PackItems((0, 0), (item, item), num_fillers=1))
     assert kept is item
     assert item_loads(filler) == (2, 4, 0)
     assert item_loads(item) == (2, 4, 3)

@@ -10,7 +10,7 @@ from omnibal.integrations.loading import PackItems
 from omnibal.integrations.losses import loss_per_target
 from omnibal.integrations.packing import FAMILIES, PackCollator, arguments_of, check_packed, positions_of, two_texts
 from omnibal.integrations.padded import PaddedCollator
-from tests.integrations.items import Collate, collated_backward, config_of, items_of
+from tests.integrations.items import Collate, collated_backward, config_of, items_of, items_of_kinds
 from tests.vlm.families import plain_family_model
 
 
@@ -18,9 +18,9 @@ def collator_of(family, lengths=None):
     return PackCollator(Collate(family), positions_of(config_of(family)), lengths)
 
 
-def drawn_of(family, samples, *, has_filler=False):
+def drawn_of(family, samples, *, num_fillers=0):
     items = items_of(family)
-    return PackItems(tuple(samples), tuple(items[sample] for sample in samples), has_filler)
+    return PackItems(tuple(samples), tuple(items[sample] for sample in samples), num_fillers)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -39,9 +39,61 @@ def test_a_pack_has_the_gradients_and_logits_of_its_samples_alone(family):
             torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-5)
 
 
+MIXED = ["video", "", "image+video", "video+image", "image", "video+video"]
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kinds", [["video", "video+video"], MIXED], ids=["videos", "mixed"])
+def test_packs_with_videos_have_the_gradients_and_logits_of_their_samples_alone(family, kinds):
+    """Positions alone are transformers' own, counted from types of tokens and seconds of slices."""
+    plain, items = plain_family_model(config_of(family)), items_of_kinds(family, kinds)
+    collator = PackCollator(Collate(family), positions_of(config_of(family)), arguments=arguments_of(plain))
+    check_packed(plain, collator, items)
+    loss_alone = collated_backward(plain, items, family)
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    plain.zero_grad()
+    pack = collator(PackItems(tuple(range(len(items))), tuple(items)))
+    labels = pack.pop("labels")
+    loss = loss_per_target(plain(**pack), labels)
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), loss_alone, rtol=1e-6, atol=1e-6)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=2e-6)
+    loads = collator.measure(items, range(len(items)))
+    videos = [int(item["video_grid_thw"].prod(1).sum()) if "video_grid_thw" in item else 0 for item in items]
+    images = [0 if item["pixel_values"] is None else len(item["pixel_values"]) for item in items]
+    assert [(load[0], load[3]) for load in loads] == [(i + v, v) for i, v in zip(images, videos, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_a_filler_of_a_kind_adds_zeros_to_a_pack_with_the_other(kind):
+    plain = plain_family_model(config_of("qwen3_vl"))
+    other = {"image": "video", "video": "image"}[kind]
+    items = items_of_kinds("qwen3_vl", [other, kind])
+    collator = PackCollator(Collate("qwen3_vl"), positions_of(config_of("qwen3_vl")))
+    gradients = []
+    for samples in (items[:1], items):
+        plain.zero_grad()
+        pack = collator(PackItems(tuple(range(len(samples))), tuple(samples), len(samples) - 1))
+        labels = pack.pop("labels")
+        assert (labels != -100).sum() == 3
+        loss_per_target(plain(**pack), labels).backward()
+        gradients.append({name: parameter.grad.clone() for name, parameter in plain.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_videos_of_models_whose_positions_are_not_known_are_refused():
+    config = config_of("glm4v")
+    collator = PackCollator(Collate("glm4v"), positions_of(config))
+    (item,) = items_of_kinds("qwen2_vl", ["video"])
+    with pytest.raises(DataError, match=r"must leave out pixel_values_videos, video_grid_thw .*: packs hold videos of"):
+        collator.sample(item)
+
+
 def test_a_filler_adds_zeros():
     plain = plain_family_model(config_of("internvl"))
-    pack = collator_of("internvl")(drawn_of("internvl", [0], has_filler=True))
+    pack = collator_of("internvl")(drawn_of("internvl", [0], num_fillers=1))
     labels = pack.pop("labels")
     loss = loss_per_target(plain(**pack), labels, num_items_in_batch=torch.tensor(9))
     loss.backward()
@@ -85,7 +137,7 @@ def test_other_samples_than_planned_are_named():
     assert (vision_units[1], llm_tokens[1], target_tokens[1]) == (0, 5, 2)
     lengths = SampleLengths(vision_units, llm_tokens)
     assert collator_of("internvl", lengths)(drawn_of("internvl", [0, 1]))["input_ids"].shape[1] == sum(llm_tokens[:2])
-    replaced = PackItems((1,), (items[4],), has_filler=False)
+    replaced = PackItems((1,), (items[4],))
     with pytest.raises(DataError, match=r"sample 1 must have the planned .*, \(0, 5\), got \(0, 12, 6\)"):
         collator_of("internvl", lengths)(replaced)
 
@@ -99,7 +151,7 @@ def test_other_samples_than_planned_are_named():
         (
             "qwen2_5_vl",
             {"video_grid_thw": torch.ones(1, 3), "inputs_embeds": torch.ones(1)},
-            r"must leave out inputs_embeds, video_grid_thw to train on packs \(video_grid_thw: packs hold images",
+            "must leave out inputs_embeds to train on packs, got",
         ),
         (
             "qwen2_5_vl",
@@ -131,11 +183,11 @@ def test_texts_need_no_types_of_tokens_and_notes_of_the_dataset_are_dropped():
 
     collator = PackCollator(collate, positions_of(model.config), arguments=arguments_of(model))
     text = next(item for item in items_of("qwen2_5_vl") if item["pixel_values"] is None)
-    pack = collator(PackItems((0,), (text,), has_filler=False))
+    pack = collator(PackItems((0,), (text,)))
     assert pack.keys() == {"input_ids", "labels", "position_ids", "use_cache"}
     unknown_model = PackCollator(collate, positions_of(model.config))
     with pytest.raises(DataError, match="must leave out index, seconds to train on packs, got input_ids"):
-        unknown_model(PackItems((0,), (text,), has_filler=False))
+        unknown_model(PackItems((0,), (text,)))
 
 
 def test_arguments_are_those_of_the_model_below_adapters():

@@ -104,8 +104,8 @@ def test_what_cannot_be_packed_has_the_gradients_of_its_samples_alone(family):
 
     samples = range(5)
     targets = sum(loads[2] for loads in collator.measure(items, samples))
-    alone = backward([collator(PackItems((n,), (items[n],), has_filler=False)) for n in samples], targets)
-    batch = PackItems((*samples, 6), (*items[:5], items[6]), has_filler=True)
+    alone = backward([collator(PackItems((n,), (items[n],))) for n in samples], targets)
+    batch = PackItems((*samples, 6), (*items[:5], items[6]), num_fillers=1)
     together = backward([collator(batch)], targets)
     assert len(alone) > 20
     assert alone.keys() == together.keys()
@@ -115,7 +115,7 @@ def test_what_cannot_be_packed_has_the_gradients_of_its_samples_alone(family):
 
 def test_the_hosts_batch_is_kept_but_for_the_labels_of_a_filler():
     items = items_of("internvl")
-    drawn = PackItems((0, 4), (items[0], items[4]), has_filler=True)
+    drawn = PackItems((0, 4), (items[0], items[4]), num_fillers=1)
     batch, plain = PaddedCollator(Collate("internvl"))(drawn), Collate("internvl")(list(drawn.items))
     assert batch.keys() == plain.keys()
     assert torch.equal(batch["labels"][0], plain["labels"][0])
@@ -129,16 +129,16 @@ def test_other_samples_than_planned_are_named():
     lengths = SampleLengths(*np.array(collator.measure(items, range(len(items)))).T[:2])
     assert lengths.vision_units[:3].tolist() == [2, 0, 4]
     checked = PaddedCollator(Collate("idefics3"), lengths)
-    assert checked(PackItems((0, 2), (items[0], items[2]), has_filler=False))["pixel_values"].shape[:2] == (2, 4)
+    assert checked(PackItems((0, 2), (items[0], items[2])))["pixel_values"].shape[:2] == (2, 4)
     with pytest.raises(DataError, match=r"sample 1 must have the planned .*, \(0, 5\), got \(None, 12, 6\)"):
-        checked(PackItems((0, 1), (items[0], items[4]), has_filler=False))
+        checked(PackItems((0, 1), (items[0], items[4])))
     fewer = items[2] | {"pixel_values": items[2]["pixel_values"][:, :2]}
     with pytest.raises(DataError, match="samples 0, 2 must have the planned vision units together, 6, got 4"):
-        checked(PackItems((0, 2), (items[0], fewer), has_filler=False))
+        checked(PackItems((0, 2), (items[0], fewer)))
     absorbing = PaddedCollator(Collate("idefics3"), lengths, absorb=True)
     with pytest.warns(UserWarning, match=r"sample 2 must have .* trained as it is"):
-        assert absorbing(PackItems((0, 2), (items[0], items[3]), has_filler=False))["pixel_values"].shape[:2] == (2, 2)
+        assert absorbing(PackItems((0, 2), (items[0], items[3])))["pixel_values"].shape[:2] == (2, 2)
     with pytest.raises(DataError, match="samples 0 must have"):  # other ranks run the ViT
-        absorbing(PackItems((0,), (items[1],), has_filler=False))
+        absorbing(PackItems((0,), (items[1],)))
     with pytest.raises(DataError, match="data_collator must give labels, got only input_ids; "):
         PaddedCollator(lambda items: {"input_ids": torch.zeros(1, 3), "labels": None}).measure(items, [0])

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainingArguments
 
 from omnibal.data.limits import PackLimits
 from omnibal.errors import DataError
-from omnibal.formats.collate import mrope_positions
+from omnibal.formats.collate import MropeRule, mrope_positions
 from tests.families.models import PATCH, TILE, small_config
 from tests.integrations.items import items_of
 from tests.vlm.families import IMAGE_TOKEN, plain_backward, plain_family_model, plain_inputs
@@ -69,7 +69,7 @@ def check_steps(trainer, backward):
         steps = [sampler.packs_of_all_ranks(step) for step in range(sampler.num_steps)]
         assert sorted(s for packs in steps for pack in packs for s in pack) == list(range(len(sampler.lengths)))
         for packs in steps:
-            read += [s for pack in packs for s in (*pack, *([] if pack.filler is None else [pack.filler]))]
+            read += [s for pack in packs for s in (*pack, *pack.fillers)]
             backward(plain, packs)
             optimizer.step()
             optimizer.zero_grad()
@@ -89,7 +89,7 @@ def exact(items):
 
 def qwen_item(sample):
     rows = {"input_ids": sample["input_ids"][None], "labels": sample["labels"][None]}
-    positions = mrope_positions(sample["input_ids"], sample, image_token_id=IMAGE_TOKEN, merge_size=2)
+    positions = mrope_positions(sample["input_ids"], sample, MropeRule(IMAGE_TOKEN, 2))
     images = {name: sample[name] for name in ("pixel_values", "image_grid_thw") if sample.get(name) is not None}
     return rows | images | {"position_ids": positions[:, None], "attention_mask": [len(sample["input_ids"])]}
 

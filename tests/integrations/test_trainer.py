@@ -6,6 +6,7 @@ import re
 import threading
 from copy import deepcopy
 from functools import partial
+from itertools import combinations_with_replacement
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancin
 from omnibal import processes
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
+from omnibal.data.packs import Packs
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.loops import balanced_loader
 from omnibal.integrations.losses import StepLoss, loss_per_target, works_on_targets
@@ -65,8 +67,10 @@ CASES = [
     Case("internvl", "tp"),
 ]
 """Every way to share the work meets packs without an image beside packs with one, and packs without a sample."""
+PAIRED = [("qwen3_vl", "ddp"), ("qwen3_vl", "zero2"), ("qwen2_5_vl", "zero3"), ("qwen2_5_vl", "fsdp")]
 RESUMED = [
     Case("internvl"),
+    Case("qwen2_5_vl", kinds=("video", "image", "", "image+video", "video", "video+video", "image", "")),
     Case("internvl", "zero3", born_sharded=True),
     Case("internvl", "fsdp"),
 ]
@@ -101,7 +105,7 @@ def check_exact(case, folder, limits=None):
         before, after = weights.steps[number : number + 2]
         sampler.set_epoch(number // sampler.num_steps)
         packs = sampler.packs_of_all_ranks(number % sampler.num_steps)
-        fillers += [(len(pack) == 0, pack.filler) for pack in packs if pack.filler is not None]
+        fillers += [(len(pack) == 0, pack.fillers) for pack in packs if pack.fillers]
         backward(plain, [items[sample] for pack in packs for sample in pack])
         if case.router_factor:
             router_backward(plain, [[items[sample] for sample in pack] for pack in packs if pack], case.router_factor)
@@ -114,6 +118,29 @@ def check_exact(case, folder, limits=None):
     if case.family == "internvl":
         assert fillers, "no rank would have waited for another"
         assert any(is_empty for is_empty, _ in fillers) == (case.samples is not None)
+
+
+def check_pairs(family, layout, folder):
+    """Steps whose two ranks hold each pair of kinds, after which weights are those of plain transformers."""
+    pairs = [*combinations_with_replacement(("", "image", "video", "image+video"), 2)]
+    case = Case(family, layout, kinds=tuple(kind for pair in pairs for kind in pair), options=EVERY)
+    trainer = trainer_of(case, folder, max_steps=len(pairs))
+    items = trainer.train_dataset.items
+    sampler = balance(trainer, PackLimits(400, 200), samples_per_step=2)
+
+    def packs_of_step(step):
+        pair = (sampler.epoch * sampler.num_steps + step) % len(pairs)
+        return Packs(np.array([2 * pair, 2 * pair + 1]), np.array([0, 1, 2]))
+
+    sampler.packs_of_step = packs_of_step
+    trainer.train()
+    plain = case.plain()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=LEARNING_RATE)
+    for number in range(len(pairs)):
+        plain_backward(plain, items[2 * number : 2 * number + 2])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_close(weights_of(trainer.model), weights_of(plain), atol=1e-5)
 
 
 def dead_lock(folder):
@@ -209,7 +236,7 @@ def own_packs(sampler, step):
 
 
 def with_filler(pack):
-    return [*pack, *([] if pack.filler is None else [pack.filler])]
+    return [*pack, *pack.fillers]
 
 
 def check_unlike_data(folder):
@@ -233,6 +260,8 @@ def train_cases(folder):
     with accelerate_afresh():
         for number, case in enumerate(CASES):
             check_exact(case, folder / f"case{number}")
+        for family, layout in PAIRED:
+            check_pairs(family, layout, folder / f"{family}-{layout}")
         for number, case in enumerate(RESUMED):
             check_epochs_and_resume(case, folder / f"resumed{number}")
         check_mixture(CASES[0], folder / "mixture")

@@ -22,7 +22,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from omnibal.data.limits import PackLimits
 from omnibal.integrations.trainer_hooks import replicas_of
 from tests.engine import launch
-from tests.integrations.items import Collate, config_of, items_of
+from tests.integrations.items import Collate, config_of, items_of, items_of_kinds
 from tests.vlm.families import plain_family_model, shaken
 
 LEARNING_RATE = 0.05
@@ -45,6 +45,7 @@ class Case:
     frozen_vision: bool = False
     lora: bool = False
     samples: int | None = None
+    kinds: tuple[str, ...] | None = None  # of samples with videos, as ``items_of_kinds`` has them
     loss_reduction: str = "token"
     router_factor: float = 0.0  # of the loss that a mixture of experts has beside that of the tokens
     padded: bool = False
@@ -97,8 +98,8 @@ def zero_config(stage):
 class Items(torch.utils.data.Dataset):
     """Notes what is read."""
 
-    def __init__(self, family, samples=None):
-        self.items, self.read = items_of(family)[:samples], []
+    def __init__(self, family, samples=None, kinds=None):
+        self.items, self.read = items_of(family)[:samples] if kinds is None else items_of_kinds(family, kinds), []
 
     def __len__(self):
         return len(self.items)
@@ -142,7 +143,7 @@ def trainer_of(case, folder, *, eval_dataset=None, **options):
         dist.barrier()
         shared = DistributedConfig(tp_size=2, fsdp_size=arguments.world_size // 2)
         model = type(model).from_pretrained(saved, distributed_config=shared, attn_implementation="sdpa")
-    dataset = Items(case.family, case.samples)
+    dataset = Items(case.family, case.samples, case.kinds)
     data = {"data_collator": Collate(case.family), "train_dataset": dataset, "eval_dataset": eval_dataset}
     return Trainer(model, arguments, **data)
 

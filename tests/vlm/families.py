@@ -12,7 +12,7 @@ from omnibal.vlm.weights import load_layer
 from tests.families.models import image_processor, small_config
 
 TRAINED = tuple(model_type for model_type, family in FAMILIES.items() if family.layers)
-IMAGE_TOKEN = 600
+IMAGE_TOKEN, VIDEO_TOKEN = 600, 601
 # Of each sample the (width, height) of its images, and its words.
 SHAPES = [
     ([(40, 23)], 7),
@@ -91,8 +91,8 @@ def plain_inputs(sample):
     """A sample as the Hugging Face model takes it."""
     images = {name: value for name, value in sample.items() if name not in ("input_ids", "labels")}
     ids = sample["input_ids"][None]
-    if "image_grid_thw" in images:
-        images["mm_token_type_ids"] = (ids == IMAGE_TOKEN).long()
+    if {"image_grid_thw", "video_grid_thw"} & images.keys():
+        images["mm_token_type_ids"] = (ids == IMAGE_TOKEN).long() + 2 * (ids == VIDEO_TOKEN).long()
     return {"input_ids": ids, "use_cache": False} | images
 
 

@@ -47,19 +47,53 @@ def tiny_qwen(family: str, *, tied: bool = False, vision: dict[str, Any] | None 
 
 
 def make_sample(
-    seed: int, *, grids: tuple[tuple[int, int], ...] = (), question: int = 4, answer: int = 3
+    seed: int,
+    *,
+    grids: tuple[tuple[int, int], ...] = (),
+    question: int = 4,
+    answer: int = 3,
+    videos: tuple[tuple[int, int, int], ...] = (),
+    family: str = "",
 ) -> dict[str, Any]:
-    """A question, after each word of which stands one of the images (rows and columns of patches), and an answer."""
+    """A question, after each word of which stands one of the images (rows and columns of patches), and an answer.
+
+    Videos (slices, rows and columns) stand between the images; those of Qwen3-VL slice by slice.
+    """
     generator = torch.Generator().manual_seed(seed)
     words = torch.randint(4, VOCAB, (question + answer,), generator=generator).tolist()
     ids: list[int] = words[:1]
-    for rows, columns in grids:
-        ids += [IMAGE_TOKEN] * (rows * columns // 4) + words[1:2]
+    for number, (rows, columns) in enumerate(grids):
+        ids += [IMAGE_TOKEN] * (rows * columns // 4) + words[1:2] + video_ids(videos[number : number + 1], family)
+    ids += video_ids(videos[len(grids) :], family)
     ids += words[1:]
     labels = [-100] * (len(ids) - answer) + ids[len(ids) - answer :]
     patches = sum(rows * columns for rows, columns in grids)
-    return {
-        "input_ids": torch.tensor(ids),
-        "labels": torch.tensor(labels),
-        "pixel_values": torch.randn(patches, VALUES, generator=generator) if grids else None,
-    } | ({"image_grid_thw": torch.tensor([[1, *grid] for grid in grids])} if grids else {})
+    return (
+        {
+            "input_ids": torch.tensor(ids),
+            "labels": torch.tensor(labels),
+            "pixel_values": torch.randn(patches, VALUES, generator=generator) if grids else None,
+        }
+        | ({"image_grid_thw": torch.tensor([[1, *grid] for grid in grids])} if grids else {})
+        | (video_fields(videos, family, generator) if videos else {})
+    )
+
+
+def video_ids(videos: tuple[tuple[int, int, int], ...], family: str) -> list[int]:
+    """The tokens of videos, with words between and behind them."""
+    ids: list[int] = []
+    for slices, rows, columns in videos:
+        tokens = [VIDEO_TOKEN] * (rows * columns // 4)
+        ids += [*tokens, 7, 8] * slices if family == "qwen3_vl" else [*tokens * slices, 7]
+    return ids
+
+
+def video_fields(videos: tuple[tuple[int, int, int], ...], family: str, generator: Any) -> dict[str, Any]:
+    """What the model takes of random videos."""
+    patches = sum(slices * rows * columns for slices, rows, columns in videos)
+    fields = {
+        "pixel_values_videos": torch.randn(patches, VALUES, generator=generator),
+        "video_grid_thw": torch.tensor(videos),
+    }
+    seconds = torch.rand(len(videos), generator=generator) + 0.2
+    return fields | ({"second_per_grid_ts": seconds} if family == "qwen2_5_vl" else {})

@@ -13,14 +13,14 @@ from omnibal.cost import Load
 from omnibal.device import DEVICES
 from omnibal.engine.transfers import describe, read_description
 from omnibal.errors import ConfigError, DataError
-from omnibal.formats.collate import GRIDS, mrope_positions
+from omnibal.formats.collate import GRIDS, VIDEO_GRIDS, MropeRule, mrope_positions
 from omnibal.profile.counted import analytic_profile
 from omnibal.vlm import Payload, load_model
 from omnibal.vlm.payload import PackCounts, note_counts
 from omnibal.vlm.weights import save_model
 from tests.vlm.families import pack_of
 from tests.vlm.models import build_layers, run_layers
-from tests.vlm.qwen import CLASSES, IMAGE_TOKEN, make_sample, tiny_qwen
+from tests.vlm.qwen import CLASSES, IMAGE_TOKEN, VIDEO_TOKEN, make_sample, tiny_qwen
 
 SAMPLES = [
     make_sample(3, answer=5),
@@ -43,17 +43,26 @@ def shaken_layers(model):
     return layers
 
 
-@given(st.lists(st.tuples(SIDES, SIDES), max_size=4), st.integers(1, 5), st.sampled_from(list(CLASSES)))
-def test_positions_are_those_of_transformers(grids, question, family):
-    sample = make_sample(0, grids=tuple(grids), question=question)
+@given(
+    st.lists(st.tuples(SIDES, SIDES), max_size=4),
+    st.lists(st.tuples(st.integers(1, 4), SIDES, SIDES), max_size=3),
+    st.integers(1, 5),
+    st.sampled_from(list(CLASSES)),
+)
+def test_positions_are_those_of_transformers(grids, videos, question, family):
+    sample = make_sample(0, grids=tuple(grids), question=question, videos=tuple(videos), family=family)
     ids = sample["input_ids"]
-    found = mrope_positions(ids, sample, image_token_id=IMAGE_TOKEN, merge_size=2)
-    if not grids:
+    found = mrope_positions(ids, sample, MropeRule.of(PLAIN[family].config))
+    if not grids and not videos:
         assert found.tolist() == [list(range(len(ids)))] * 3
         return
-    expected, _ = PLAIN[family].get_rope_index(
-        ids[None], (ids == IMAGE_TOKEN).int()[None], image_grid_thw=sample[GRIDS]
-    )
+    types = (ids == IMAGE_TOKEN).int() + 2 * (ids == VIDEO_TOKEN).int()
+    grids, seconds = [sample.get(name) for name in (GRIDS, VIDEO_GRIDS)], sample.get("second_per_grid_ts")
+    if seconds is not None:
+        seconds = seconds.tolist() if question % 2 else seconds  # as the processor gives them, or a collator
+        sample = sample | {"second_per_grid_ts": torch.as_tensor(seconds)}
+    options = {} if seconds is None else {"second_per_grid_ts": seconds}
+    expected, _ = PLAIN[family].get_rope_index(ids[None], types[None], *grids, **options)
     assert torch.equal(found, expected[:, 0])
 
 
@@ -73,7 +82,7 @@ with torch.device("meta"):
 def test_images_that_do_not_fit_their_tokens_are_refused(change, message):
     sample = make_sample(0, grids=((4, 4),)) | change
     with pytest.raises(DataError, match=message):
-        mrope_positions(sample["input_ids"], sample, image_token_id=IMAGE_TOKEN, merge_size=2)
+        mrope_positions(sample["input_ids"], sample, MropeRule(IMAGE_TOKEN, 2))
 
 
 def test_a_deep_feature_goes_as_far_as_the_layer_that_adds_it():

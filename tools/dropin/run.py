@@ -223,7 +223,7 @@ def batch_of(group: list[int], way: Way, samples: Samples, collator: PackCollato
     items = [samples[number] for number in group]
     if way.padded:
         return samples.collate(items) | {"use_cache": False}
-    return collator(PackItems(tuple(group), tuple(items), has_filler=False))
+    return collator(PackItems(tuple(group), tuple(items)))
 
 
 class Memory:

@@ -17,25 +17,37 @@ from omnibal.integrations.plugins import given_limits
 KEPT = (*PER_TOKEN, *PER_IMAGE, "attention_mask")
 
 
-def one_sample(items: Sequence[dict[str, Any]], collate: Callable[..., Any], image_token: int | None) -> dict[str, Any]:
+def one_sample(
+    items: Sequence[dict[str, Any]],
+    collate: Callable[..., Any],
+    image_token: int | None,
+    video_token: int | None = None,
+) -> dict[str, Any]:
     """LLaMA-Factory's batch of one sample, without its positions and the blank image that it hides under the mask.
 
     Args:
         collate: LLaMA-Factory's collator, which removes fields from its argument.
         image_token: Id of what stands for a piece of an image.
+        video_token: Id of what stands for a piece of a video.
     """
     batch = collate([dict(item) for item in items])
-    if "image_grid_thw" in batch:  # what newer models of its kind ask for, to count positions by themselves
-        batch["mm_token_type_ids"] = (batch["input_ids"] == image_token).long()
-    wanted = KEPT if any(item.get("images") for item in items) else (*PER_TOKEN, "attention_mask")
+    if {
+        "image_grid_thw",
+        "video_grid_thw",
+    } & batch.keys():  # what newer models of its kind ask for, to count positions by themselves
+        ids = batch["input_ids"]
+        batch["mm_token_type_ids"] = (ids == image_token).long()
+        if video_token is not None:
+            batch["mm_token_type_ids"] += 2 * (ids == video_token).long()
+    wanted = KEPT if any(item.get("images") or item.get("videos") for item in items) else (*PER_TOKEN, "attention_mask")
     return {name: batch[name] for name in wanted if name in batch}
 
 
 def use_packs(trainer: Any) -> None:
     """Change a trainer's training data and loss; evaluation keeps its collator."""
     own = trainer.data_collator
-    image_token = getattr(trainer.model.config, "image_token_id", None)
-    trainer.data_collator = partial(one_sample, collate=own, image_token=image_token)
+    tokens = {f"{kind}_token": getattr(trainer.model.config, f"{kind}_token_id", None) for kind in ("image", "video")}
+    trainer.data_collator = partial(one_sample, collate=own, **tokens)
     replace_loader(trainer, given_limits(), model=trainer.model)
     trainer.data_collator = own
     trainer.compute_loss_func = loss_per_target
