@@ -20,7 +20,7 @@ from omnibal.advise.present import Present
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.mixture import Mixture
 from omnibal.errors import DataError
-from omnibal.families.base import ImageLoad, ImageRule, Size, VideoHeader, VideoRule
+from omnibal.families.base import ImageLoad, ImageRule, Size, VideoHeader, VideoLoad, VideoRule
 from omnibal.formats.chat import Conversation, read_conversation
 from omnibal.formats.files import Row, is_tar, parse_entry, stream_rows
 from omnibal.formats.images import image_size
@@ -55,7 +55,7 @@ _PARTS: Final = pattern(
 )
 
 Count = Callable[[str], int]
-Loads = tuple[int, int, int]
+Loads = tuple[int, int, int] | tuple[int, int, int, int]
 
 
 def estimated_tokens(text: str) -> int:
@@ -75,6 +75,7 @@ class MeasuredLengths:
     said: str  # where the lengths come from, in words
     is_whole: bool = False  # whether every sample was counted before
     is_stream: bool = False  # whether only the head of a stream was measured
+    videos: Mapping[int, tuple[VideoHeader, ...]] = field(default_factory=dict)  # of the samples that have any
 
 
 def measure(
@@ -119,7 +120,7 @@ def _mixed(found: MeasuredLengths, mixture: Mixture) -> MeasuredLengths:
     from omnibal.data.source_draws import typical_lengths  # compiled, which no other advice needs
 
     lengths = typical_lengths(found.lengths, mixture)
-    return replace(found, lengths=lengths, said=f"{found.said}; drawn with the mixture's first shares")
+    return replace(found, lengths=lengths, videos={}, said=f"{found.said}; drawn with the mixture's first shares")
 
 
 def _with_squares(found: MeasuredLengths) -> MeasuredLengths:
@@ -207,7 +208,7 @@ def measure_rows(
         rows: Each with the folder that its images are relative to.
         video_rule: Makes the rule of videos, or says why there is none, once there is a video.
     """
-    loads, problems, text_tokens, usable, number = [], list[str](), 0, [], -1
+    loads, problems, text_tokens, usable, number = [], list[str](), 0, list[int](), -1
     videos = dict[int, tuple[VideoHeader, ...]]()
     for number, (row, root) in enumerate(rows):
         try:
@@ -221,13 +222,11 @@ def measure_rows(
             continue
         text, targets = _text_tokens(conversation, count)
         text += IMAGE_TOKENS * (len(of_images) + len(of_videos))
-        text += sum(IMAGE_TOKENS + count(f"<{time:.1f} seconds>") for load in of_videos for time in load.seconds)
         units, image_tokens, squared = of_images.sum(axis=0).tolist()
-        video_units, video_tokens, video_squared = (
-            sum(getattr(load, name) for load in of_videos) for name in ("vision_units", "llm_tokens", "vision_squared")
-        )
-        tokens = image_tokens + video_tokens + text
-        loads.append((units + video_units, tokens, targets, squared + video_squared, video_units))
+        video_units = sum(load.vision_units for load in of_videos)
+        tokens = image_tokens + text + sum(tokens_of(load, count) for load in of_videos)
+        squared += sum(load.vision_squared for load in of_videos)
+        loads.append((units + video_units, tokens, targets, squared, video_units))
         if headers:
             videos[len(usable)] = headers
         text_tokens += text
@@ -244,6 +243,11 @@ def measure_rows(
     further = {name: column for name, column in further.items() if column.any()}
     lengths = SampleLengths(units, tokens, target_tokens=targets, **further)
     return DrawnLengths(lengths, tuple(problems), text_tokens / len(loads), np.array(usable), videos)
+
+
+def tokens_of(load: VideoLoad, count: Count) -> int:
+    """Tokens of a video, with the times that stand in it."""
+    return load.llm_tokens + sum(IMAGE_TOKENS + count(f"<{seconds:.1f} seconds>") for seconds in load.seconds)
 
 
 def _text_tokens(conversation: Conversation, count: Count) -> tuple[int, int]:
@@ -281,12 +285,14 @@ def measured_head(items: Iterable[Any], loads: Callable[[Any], Loads]) -> Measur
     """Measure the first thousand items of a stream, for a ``Question``.
 
     Args:
-        loads: Vision units, LLM tokens and target tokens of an item.
+        loads: Vision units, LLM tokens and target tokens of an item, and its videos' vision units if there are any.
     """
-    found = np.array([loads(item) for item in islice(items, DRAWN)], dtype=np.int64).reshape(-1, 3).T
+    rows = [(*loads(item), 0)[:4] for item in islice(items, DRAWN)]
+    found = np.array(rows, dtype=np.int64).reshape(-1, 4).T
     if not found.size:
         raise DataError("a stream must yield items to measure, got none")
-    lengths = SampleLengths(found[0], found[1], target_tokens=found[2])
+    videos = {"video_units": found[3]} if found[3].any() else {}
+    lengths = SampleLengths(found[0], found[1], target_tokens=found[2], **videos)
     said = f"the first {len(lengths):,} samples of a stream measured{_drift(lengths)}"
     return MeasuredLengths(lengths, said, is_stream=True)
 
@@ -308,7 +314,7 @@ def _told(drawn: DrawnLengths, text: str, is_estimated: bool) -> MeasuredLengths
         text += f"; tokens of text estimated (±{ESTIMATE_ERROR:.0%}, ±{share:.0%} of all), for want of a tokenizer"
     if drawn.problems:
         text += f"; {len(drawn.problems)} could not be read, the first: {drawn.problems[0]}"
-    return MeasuredLengths(drawn.lengths, text)
+    return MeasuredLengths(drawn.lengths, text, videos=drawn.videos)
 
 
 def _tokenizer(folder: Path | None) -> Callable[[str], int] | None:

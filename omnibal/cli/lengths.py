@@ -13,7 +13,7 @@ from rich.table import Table
 from omnibal.cli.opening import expect, open_workspace, problem_lines, read_lengths
 from omnibal.cli.options import JsonOption, answer, check_folder, refuse
 from omnibal.config import DataSection, ModelSection, OmnibalSection
-from omnibal.data.lengths import IntArray, SampleLengths
+from omnibal.data.lengths import IMAGE, VIDEO, IntArray, SampleLengths
 from omnibal.errors import ConfigError
 from omnibal.families.base import vision_unit_of
 from omnibal.report.style import make_table
@@ -129,7 +129,9 @@ def _statistics(name: str, lengths: SampleLengths) -> dict[str, Any]:
     return {
         "name": name,
         "samples": len(lengths),
-        "with_image": int((lengths.vision_units > 0).sum()),
+        "with_image": int((lengths.kinds & IMAGE > 0).sum()),
+        "with_video": int((lengths.kinds & VIDEO > 0).sum()),
+        "video_units": None if lengths.video_units is None else _distribution(lengths.video_units),
         "vision_units": _distribution(lengths.vision_units),
         "llm_tokens": _distribution(lengths.llm_tokens),
         "target_tokens": None if targets is None else _distribution(targets),
@@ -156,7 +158,8 @@ def lengths_table(figures: Mapping[str, Any], vision_unit: str = "vision units")
     sources = figures["sources"]
     rows: list[Sequence[str]] = []
     for entry in [*sources, *([figures["all"]] if len(sources) > 1 else [])]:
-        targets, sounds = entry["target_tokens"], entry["sound_units"]
+        targets, sounds, videos = entry["target_tokens"], entry["sound_units"], entry["video_units"]
+        of_videos = f"{entry['with_video'] / max(entry['samples'], 1):.1%} with video"
         rows += [
             (entry["name"], vision_unit, *cells(entry["vision_units"])),
             *([("", "sound units", *cells(sounds))] if sounds else []),
@@ -165,6 +168,7 @@ def lengths_table(figures: Mapping[str, Any], vision_unit: str = "vision units")
                 f"  {entry['with_image'] / max(entry['samples'], 1):.1%} with image",
                 *(["target tokens", *cells(targets)] if targets else []),
             ),
+            *([(f"  {of_videos}", f"{vision_unit} of videos", *cells(videos))] if videos else []),
             (),
         ]
     return make_table(("source", "", "mean", "median", "99 %", "largest"), rows, words=2)

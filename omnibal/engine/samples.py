@@ -23,7 +23,7 @@ from omnibal.engine.loader import Loader, PackReader, VlmDataset
 from omnibal.engine.resolve import ResolvedRun
 from omnibal.errors import ConfigError, DataError, OmnibalError
 from omnibal.feeds.sampler import BalancedBatchSampler
-from omnibal.formats.collate import IGNORED, Positions
+from omnibal.formats.collate import IGNORED, MropeRule, Positions
 from omnibal.formats.conversations import ConversationDataset
 from omnibal.plan import Plan
 from omnibal.ranks import check_shared, gather, rank_zero_first, run_on_all_ranks
@@ -64,6 +64,8 @@ class SampleRules:
     def of(cls, model: VisionLanguageModel) -> "SampleRules":
         config: Any = model.config
         video_token = getattr(config, "video_token_id", None)
+        if isinstance(model.positions, MropeRule) and model.positions.video_token_id is not None:
+            video_token = None  # videos are taken
         return cls(
             vocabulary=int(config.text_config.vocab_size),
             image_token=int(config.image_token_id),
@@ -103,7 +105,15 @@ class SampleRules:
             yield f"begin with the label {IGNORED}, since nothing comes before its first token, got {int(labels[0])}"
         if (ids == self.video_token).any():
             yield f"have images and text only, got a video (token id {self.video_token})"
-        image_tokens = int((ids == self.image_token).sum())
+        yield from self._image_problems(sample, tiles, decoded)
+
+    def _image_problems(self, sample: Mapping[str, Any], tiles: int, decoded: bool) -> Iterator[str]:
+        if decoded and isinstance(self.positions, MropeRule):
+            try:
+                sample = self.positions.joined(sample)
+            except DataError as error:
+                yield f"have videos that fit its tokens: {error}"
+        image_tokens = int((sample["input_ids"] == self.image_token).sum())
         yield from self._pixel_problems(sample.get("pixel_values"), tiles, decoded)
         if self.image_tokens is None:
             each = self.tokens_per_tile
@@ -111,7 +121,8 @@ class SampleRules:
                 yield f"have {each} image tokens (id {self.image_token}) for each of {tiles} tiles, got {image_tokens}"
         elif decoded:
             yield from self._integer_problems(sample, image_tokens, bool(tiles))
-            yield from self._position_problems(sample)
+            if "positions" not in sample:  # of a sample with videos they are counted
+                yield from self._position_problems(sample)
 
     def _integer_problems(self, sample: Mapping[str, Any], image_tokens: int, has_images: bool) -> Iterator[str]:
         for name, shape in self.image_integers.items():

@@ -26,7 +26,7 @@ from omnibal.feeds.buffer_plan import buffer_of
 from omnibal.feeds.feed import Step
 from omnibal.feeds.sources import part_of
 from omnibal.feeds.stream import PlannedWindow, StreamFeed
-from omnibal.formats.collate import IGNORED
+from omnibal.formats.collate import IGNORED, MropeRule
 from omnibal.plan import Plan
 from omnibal.ranks import gather, new_gloo_group
 from omnibal.workspace import Workspace
@@ -188,11 +188,14 @@ def _checked(section: OmnibalSection) -> tuple[int, Mixture | None]:
 def checked_sample(item: Any, rules: SampleRules, dtype: torch.dtype) -> BufferedSample:
     """A sample that keeps the model's rules, as the buffer holds it: pixels in the dtype that the model computes in."""
     fields = item if isinstance(item, Mapping) else {}
-    tiles, tokens = _entries(fields.get("pixel_values")), _entries(fields.get("input_ids"))
+    tiles = sum(_entries(fields.get(name)) for name in ("pixel_values", "pixel_values_videos"))
+    tokens = _entries(fields.get("input_ids"))
     problem = rules.problem(item, tiles=tiles, tokens=tokens, decoded=True)
     if problem is not None:
         raise DataError(f"a sample must {problem}")
-    held = {name: item[name] for name in ("input_ids", "labels", *rules.image_integers) if item.get(name) is not None}
+    item = rules.positions.joined(item) if isinstance(rules.positions, MropeRule) else item
+    names = ("input_ids", "labels", "positions", *rules.image_integers)
+    held = {name: item[name] for name in names if item.get(name) is not None}
     held["pixel_values"] = item["pixel_values"].to(dtype) if tiles else None
     return BufferedSample(held, (tiles, tokens, int((item["labels"][1:] != IGNORED).sum())))
 

@@ -139,12 +139,13 @@ class VideoSizes(NamedTuple):
     @classmethod
     def of(cls, preprocessor: Config) -> "VideoSizes":
         pixels, rate = section(preprocessor, "size"), preprocessor.get("fps")
-        counts = (size(preprocessor, key) for key in ("min_frames", "max_frames", "temporal_patch_size"))
         return cls(
             bool(preprocessor.get("do_sample_frames")),
             None if rate is None else float(rate),
             preprocessor.get("num_frames"),
-            *counts,
+            size(preprocessor, "min_frames"),
+            size(preprocessor, "max_frames"),
+            size(preprocessor, "temporal_patch_size"),
             {key: size(preprocessor, key) for key in ("patch_size", "merge_size")},
             size(pixels, "shortest_edge"),
             size(pixels, "longest_edge"),

@@ -57,6 +57,8 @@ def pack_samples(
         under each name of ``image_integers``. Labels are not shifted; each sample's first one is -100, so that no
         token is predicted from the sample before it.
     """
+    if isinstance(positions, MropeRule):
+        items = [positions.joined(item) for item in items]
     ids = [item["input_ids"] for item in items] or [torch.tensor([pad_token_id])]
     labels = [item["labels"].clone() for item in items] or [torch.tensor([IGNORED])]
     for sample_labels in labels:
@@ -68,7 +70,11 @@ def pack_samples(
         for name, shape in (image_integers or {}).items()
     }
     placed = [
-        torch.arange(len(sample_ids)) if positions is None else positions(sample_ids, item)
+        item["positions"]
+        if "positions" in item
+        else torch.arange(len(sample_ids))
+        if positions is None
+        else positions(sample_ids, item)
         for sample_ids, item in zip(ids, items or [{}], strict=True)
     ]
     pixels = [item["pixel_values"].to(pixel_dtype) for item in with_images]
@@ -107,12 +113,44 @@ class MropeRule:
             kind in SLICED_TYPES,
         )
 
+    def __call__(self, ids: Tensor, sample: Mapping[str, Any]) -> Tensor:
+        """``mrope_positions`` by this rule."""
+        return mrope_positions(ids, sample, self)
+
+    def joined(self, item: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A sample with its videos as if each temporal slice were an image, in the order of its text.
+
+        The ViT's attention stays within a slice, and features take the place of tokens in their order: one pass of the
+        ViT, and one kind of tokens, are all that layers need to know. ``positions`` are those of the sample as it was.
+        """
+        if item.get(VIDEO_GRIDS) is None:
+            return item
+        ids = item["input_ids"]
+        rest = {1: item.get("pixel_values"), 2: item["pixel_values_videos"]}
+        pixels, grids = list[Tensor](), list[list[int]]()
+        for run in _runs(ids, item, self):
+            if run.grid is not None:
+                slices, rows, columns = run.grid
+                count, of_kind = slices * rows * columns, rest[run.kind]
+                assert of_kind is not None, "grids have pixels"
+                pixels.append(of_kind[:count])
+                rest[run.kind] = of_kind[count:]
+                grids += [[1, rows, columns]] * slices
+        return {
+            "input_ids": torch.where(ids == self.video_token_id, self.image_token_id, ids),
+            "labels": item["labels"],
+            "pixel_values": torch.cat(pixels),
+            GRIDS: torch.tensor(grids),
+            "positions": self(ids, item),
+        }
+
 
 class _Run(NamedTuple):
     """Tokens that stand together: text, an image, a video or a slice of one."""
 
     length: int
-    grid: tuple[int, int, int] | None  # of patches; None for text
+    kind: int = 0  # 0 for text, 1 for images, 2 for videos
+    grid: tuple[int, int, int] | None = None  # of patches
     seconds: Tensor | None = None  # of a temporal slice
 
 
@@ -138,7 +176,9 @@ def mrope_positions(ids: Tensor, sample: Mapping[str, Any], rule: MropeRule) -> 
             continue
         slices, rows, columns = run.grid[0], run.grid[1] // rule.merge_size, run.grid[2] // rule.merge_size
         times = torch.arange(slices)
-        if run.seconds is not None:  # multiplied as transformers does, in the precision of the given seconds
+        if (
+            run.seconds is not None and rule.tokens_per_second is not None
+        ):  # multiplied as transformers does, in the precision of the given seconds
             times = (times * (rule.tokens_per_second * run.seconds)).long()
         axes = torch.meshgrid(times, torch.arange(rows), torch.arange(columns), indexing="ij")
         parts.append(begin + torch.stack(axes).flatten(1))
@@ -164,7 +204,7 @@ def _runs(ids: Tensor, sample: Mapping[str, Any], rule: MropeRule) -> list[_Run]
         if given is not None and len(given) != patches:
             raise DataError(f"{pixels} must be the {patches} patches of {name}, got {len(given)}")
     rest = {kind: iter(runs) for kind, runs in grids.items()}
-    return [next(rest[kind])._replace(length=length) if kind else _Run(length, None) for kind, length in found]
+    return [next(rest[kind])._replace(length=length) if kind else _Run(length) for kind, length in found]
 
 
 def _grids_of_images(sample: Mapping[str, Any]) -> list[_Run]:
@@ -172,7 +212,7 @@ def _grids_of_images(sample: Mapping[str, Any]) -> list[_Run]:
     for frames, _, _ in grids:
         if frames != 1:
             raise DataError(f"{GRIDS} must be of images, got one of {frames} frames: a video")
-    return [_Run(0, tuple(grid)) for grid in grids]
+    return [_Run(0, 1, tuple(grid)) for grid in grids]
 
 
 def _grids_of_videos(sample: Mapping[str, Any], rule: MropeRule) -> list[_Run]:
@@ -180,9 +220,9 @@ def _grids_of_videos(sample: Mapping[str, Any], rule: MropeRule) -> list[_Run]:
         return []
     grids: list[list[int]] = sample[VIDEO_GRIDS].tolist()
     if rule.separate_slices:
-        return [_Run(0, (1, rows, columns)) for slices, rows, columns in grids for _ in range(slices)]
+        return [_Run(0, 2, (1, rows, columns)) for slices, rows, columns in grids for _ in range(slices)]
     seconds: Any = [None] * len(grids)
     if rule.tokens_per_second is not None:
         given = sample.get("second_per_grid_ts")
         seconds = torch.ones(len(grids)) if given is None else torch.as_tensor(given)
-    return [_Run(0, tuple(grid), each) for grid, each in zip(grids, seconds, strict=True)]
+    return [_Run(0, 2, (grid[0], grid[1], grid[2]), each) for grid, each in zip(grids, seconds, strict=True)]

@@ -370,12 +370,13 @@ def _loads(sample: Prepared, encoded: Encoded) -> Loads:
     """Loads in the order of the columns; in ``encoded`` every image, and every run of a video, is still one token."""
     image_tokens = sum(load.llm_tokens - 1 for load in sample.loads)
     video_tokens = sum(load.llm_tokens - len(load.runs) for load in sample.video_loads)
-    both, video_units = (*sample.loads, *sample.video_loads), sum(load.vision_units for load in sample.video_loads)
+    video_units = sum(load.vision_units for load in sample.video_loads)
+    squared = sum(load.vision_squared for load in sample.loads)
     return (
-        sum(load.vision_units for load in both),
+        sum(load.vision_units for load in sample.loads) + video_units,
         len(encoded.ids) + image_tokens + video_tokens,
         int(encoded.is_target[1:].sum()),
-        sum(load.vision_squared for load in both),
+        squared + sum(load.vision_squared for load in sample.video_loads),
         video_units,
     )
 

@@ -86,7 +86,8 @@ class VideoFormat:
         pixels = (pixels * settings["rescale_factor"] - mean) / std
         # Axes: slice, frame of the slice, then rows and columns of merged squares, of patches in one, of pixels.
         parts = pixels.view(slices, depth, rows // merge, merge, side, columns // merge, merge, side, 3)
-        return parts.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(slices * rows * columns, -1)
+        patches: Tensor = parts.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(slices * rows * columns, -1)
+        return patches
 
     def _check_rule(self, processor: str) -> None:
         """Refuse a transformers that samples or resizes otherwise than the rule; without torchvision it may be mute."""

@@ -172,7 +172,7 @@ class PlannedLoads:
         planned_videos = 0 if videos is None else int(videos[chosen].sum())
         units, of_videos = vision_units or (
             sum(loads[0] or 0 for loads in found),
-            sum(sum(loads[3:]) for loads in found),
+            sum(loads[3] or 0 for loads in found if len(loads) > 3),
         )
         numbers = f"samples {', '.join(map(str, samples))}"
         kinds = (

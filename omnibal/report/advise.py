@@ -13,6 +13,7 @@ from omnibal.advise.estimate import MODEL_ERROR, UNSEEN, Estimate
 from omnibal.advise.memory import COPIED, FLOAT16, USUAL
 from omnibal.advise.paste import Kind, Proposal, lines_to_paste, pipeline_lines, propose
 from omnibal.advise.question import Question
+from omnibal.advise.videos import video_limits
 from omnibal.feeds.buffer_plan import buffer_of, compare_with_plan
 from omnibal.report.style import (
     BLUE,
@@ -198,10 +199,12 @@ class Report:
         larger = proposal.oversized
         share = f"{larger:.1%}" if larger >= 0.001 else "less than 0.1%"
         fit = f"{share} of the samples are larger and have packs of their own" if larger else "every sample fits"
+        videos = video_limits(self.question.model, self.question.measured, limits)
         return (
             f"limits: {limits.vision_units:,} {units} and {limits.llm_tokens:,} LLM tokens a pack, "
             f"{count_of(packs, 'pack')} of a rank: {per_pack:.1f} samples a pack make "
             f"{proposal.samples_per_step:,.0f} a step ({advice.today.samples_per_step:,.0f} today); {fit}"
+            f"{videos and f'; {videos}'}"
         )
 
     def _said(self, change: TriedChange) -> str:

@@ -1,7 +1,8 @@
 """Qwen2-VL, Qwen2.5-VL and Qwen3-VL as pipeline layers, around transformers' own modules.
 
-The patches of all images of a pack are one sequence, and attention stays within an image. Each stage makes what it
-needs of the images' places from their grids, so that a cut sends no more of them than rows and columns.
+The patches of all images of a pack are one sequence, and attention stays within an image; a video's temporal slices are
+images (``MropeRule.joined``). Each stage makes what it needs of the images' places from their grids, so that a cut
+sends no more of them than rows and columns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ from transformers.vision_utils import (
 
 from omnibal.families import family_of, layer_records
 from omnibal.families.base import LayerRecord
-from omnibal.formats.collate import GRIDS, MropeRule, mrope_positions
+from omnibal.formats.collate import GRIDS, MropeRule
 from omnibal.vlm.attention import attention_kwargs
 from omnibal.vlm.layers import LayerRecipe, VisionLanguageModel, skeleton_of
 from omnibal.vlm.payload import PackCounts, Payload, note_counts
@@ -238,7 +239,6 @@ def qwen_vl(config: Any) -> VisionLanguageModel:
     vision: Any = config.vision_config
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     merge_size = vision.spatial_merge_size
-    positions = partial(mrope_positions, rule=MropeRule.of(config))
     return VisionLanguageModel(
         skeleton,
         records,
@@ -248,7 +248,7 @@ def qwen_vl(config: Any) -> VisionLanguageModel:
         image_integers={GRIDS: (3,)},
         image_tokens=partial(_image_tokens, merge_size=merge_size),
         made_images=partial(_made_images, merge_size=merge_size),
-        positions=positions,
+        positions=MropeRule.of(config),
         features=_features(records),
     )
 

@@ -204,6 +204,15 @@ def test_the_table_has_a_section_per_source_and_one_for_all():
     assert ["75.0%", "with", "image", "target", "tokens", "25.0", "25", "40", "40"] in lines
 
 
+def test_videos_are_shown_by_source():
+    lengths = SampleLengths([8, 40, 6], [20, 60, 9], video_units=[0, 40, 2], source=[0, 1, 1], source_names=["a", "b"])
+    figures = statistics_of(lengths)
+    assert [(entry["with_image"], entry["with_video"]) for entry in figures["sources"]] == [(1, 0), (1, 2)]
+    lines = [line.split() for line in text_of(lengths_table(figures, "patches")).splitlines()]
+    assert ["100.0%", "with", "video", "patches", "of", "videos", "21.0", "21", "40", "40"] in lines
+    assert ["0.0%", "with", "video", "patches", "of", "videos", "0.0", "0", "0", "0"] in lines
+
+
 def test_a_single_source_needs_no_total():
     lengths = SampleLengths([1], [10], source=[0], source_names=["one"])
     text = text_of(lengths_table(statistics_of(lengths)))

@@ -76,6 +76,15 @@ def test_bad_columns_are_refused(vision_units, llm_tokens, message):
         SampleLengths(vision_units, llm_tokens)
 
 
+def test_units_of_videos_are_part_of_all_units():
+    lengths = SampleLengths([8, 40, 6, 0], [9, 50, 8, 5], video_units=[0, 40, 2, 0])
+    assert lengths.kinds.tolist() == [1, 2, 3, 0]
+    assert lengths.take([2]).video_units.tolist() == [2]
+    assert SampleLengths([3, 0], [9, 9]).kinds.tolist() == [1, 0]
+    with pytest.raises(DataError, match="video_units must be part of vision_units, got 9 of 8 for sample 1"):
+        SampleLengths([10, 8], [20, 20], video_units=[1, 9])
+
+
 def test_save_and_load_map_the_same_columns(tmp_path):
     lengths = full_lengths()
     lengths.save(tmp_path / "lengths")

@@ -32,6 +32,7 @@ from omnibal.plan import Plan, Prediction, StagePrediction
 from omnibal.vlm import load_model
 from tests.engine.deep import DeepModel
 from tests.engine.small import IMAGE_TOKEN, small_samples
+from tests.integrations.items import items_of_kinds
 from tests.vlm.families import family_samples, pack_of
 from tests.vlm.test_weights import Payload
 
@@ -43,11 +44,14 @@ class FixedPacks:
 
     steps_per_epoch = 1
 
-    def __init__(self, steps, replica, reads, vlm):
-        """Args: for each step the packs of every replica; which one this is, whether it reads anything; the model."""
+    def __init__(self, steps, replica, reads, vlm, kinds=()):
+        """Args: for each step the packs of every replica; which one this is, whether it reads anything; the model;
+        kinds of samples with videos.
+        """
         self.micro_batches = len(steps[0][replica])
         family = vlm.config.model_type
         samples = small_samples() if vlm.config.image_token_id == IMAGE_TOKEN else family_samples(family)
+        samples = items_of_kinds(family, kinds) if kinds else samples
         self._steps = cycle(
             [pack_of(vlm, [samples[index] for index in pack]) for pack in packs[replica]] for packs in steps
         )
@@ -72,7 +76,7 @@ def engine_of(case):
     assert resolved.layout.num_devices == dist.get_world_size()
     stage, replica, _ = resolved.layout.place(dist.get_rank())
     steps = [_dealt(packs, resolved.layout.shape(stage)[0]) for packs in (case.packs, *case.later_packs)]
-    loader = FixedPacks(steps, replica, stage in (0, num_stages - 1), resolved.vlm)
+    loader = FixedPacks(steps, replica, stage in (0, num_stages - 1), resolved.vlm, case.kinds)
     return build_engine(resolved, plan, loader, case.steps, UserOptimizer(**case.own))
 
 

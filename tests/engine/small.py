@@ -37,6 +37,7 @@ class Case:
     encoder: Encoder | None = None  # replicas of its own; packs are those of the LLM's replicas
     num_tensor: int = 1  # ranks that share each layer
     later_packs: list = field(default_factory=list)  # packs of the steps behind the first one; then all come again
+    kinds: tuple = ()  # of samples with videos, as ``items_of_kinds`` has them
 
 
 def small_config(*, tied=False, dropout=0.0, text_class=Qwen2Config, **vision):

@@ -17,6 +17,7 @@ from tests.engine.launch import launch
 from tests.engine.small import Case
 from tests.families.models import save_folder, small_config
 from tests.families.outside import MODULE, registered
+from tests.integrations.items import items_of_kinds
 from tests.vlm.families import (
     TRAINED,
     family_samples,
@@ -70,6 +71,39 @@ def cases_of(family, folder):
         )
 
 
+KINDS = ("video", "", "image+video", "video+image", "image", "video+video")
+VIDEO_PACKS = [[[0, 1], [2, 3], [], [4, 5]]]
+
+
+def video_cases(family, folder, *, stages):
+    """With videos: cuts in the ViT and in the language model, and what plain transformers makes of all samples."""
+    plain_family_model(small_config(family)).save_pretrained(folder)
+    kinds = [record.kind for record in load_model(folder).records]
+    in_vit, in_llm = (kinds.index(kind) + 2 for kind in ("vision_block", "decoder_block"))
+    cuts = {1: [()], 2: [(in_vit,), (in_llm,)], 3: [(in_vit, in_llm)]}[stages]
+    settings = {"schedule": "1f1b", "zero_stage": 1, "steps": STEPS, "extra": SETTINGS, "kinds": KINDS}
+    found = plain_steps(folder, [items_of_kinds(family, KINDS)] * STEPS, clipping=CLIPPING, **ADAM)
+    return [(Case((0, *cut, len(kinds)), VIDEO_PACKS, str(folder), **settings), found) for cut in cuts]
+
+
+def check_steps(cases, expected, ranks):
+    for results in launch(ranks, "tests.engine.cases:several_steps", cases):
+        for case, result, (losses, norms, weights) in zip(cases, results, expected, strict=True):
+            assert result["losses"] == pytest.approx(losses, rel=1e-4), case
+            assert result["norms"] == pytest.approx(norms, rel=1e-3), case
+            assert result["weights"]
+            for name, weight in result["weights"].items():
+                torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5, msg=f"{name} in {case}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 3])
+def test_videos_on_one_and_three_stages_train_as_plain_transformers(tmp_path, stages):
+    families = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+    found = [pair for family in families for pair in video_cases(family, tmp_path / family, stages=stages)]
+    check_steps(*map(list, zip(*found, strict=True)), stages)
+
+
 def test_weights_after_several_steps_are_those_of_plain_transformers(tmp_path):
     cases, expected = [], []
     for number, family in enumerate(TRAINED):
@@ -82,13 +116,11 @@ def test_weights_after_several_steps_are_those_of_plain_transformers(tmp_path):
         for case in cases_of(family, folder):
             cases.append(case)
             expected.append(found)
-    for results in launch(2, "tests.engine.cases:several_steps", cases):
-        for case, result, (losses, norms, weights) in zip(cases, results, expected, strict=True):
-            assert result["losses"] == pytest.approx(losses, rel=1e-4), case
-            assert result["norms"] == pytest.approx(norms, rel=1e-3), case
-            assert result["weights"]
-            for name, weight in result["weights"].items():
-                torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5, msg=f"{name} in {case}")
+    for family in ("qwen2_5_vl", "qwen3_vl"):
+        for case, found in video_cases(family, tmp_path / f"{family} videos", stages=2):
+            cases.append(case)
+            expected.append(found)
+    check_steps(cases, expected, 2)
 
 
 @covering

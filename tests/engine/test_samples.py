@@ -170,11 +170,25 @@ def test_patches_with_their_grids_pass():
             {"pixel_values": torch.zeros(28, 5)},
             "have pixel_values of shape (patches, 24), got float32 of shape (28, 5)",
         ),
-        ({"input_ids": SEEN["input_ids"].clone().index_fill_(0, torch.tensor([1]), VIDEO_TOKEN)}, "got a video"),
+        (
+            {"input_ids": SEEN["input_ids"].clone().index_fill_(0, torch.tensor([1]), VIDEO_TOKEN)},
+            "for its images, got",
+        ),
     ],
 )
 def test_patches_that_do_not_fit_are_named(change, message):
     assert message in problem(SEEN | change)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_videos_fit_their_tokens(family):
+    sample = make_sample(0, grids=((2, 6),), videos=((3, 4, 4), (1, 2, 2)), family=family)
+    rules = SampleRules.of(load_model(tiny_qwen(family)))
+    sizes = {"tiles": 12 + 48 + 4, "tokens": len(sample["input_ids"]), "decoded": True}
+    assert rules.problem(sample, **sizes) is None
+    assert rules.problem(sample, **sizes | {"tiles": 12}) == "have as many patches as its lengths() say, 12, got 64"
+    wrong = sample | {"video_grid_thw": torch.tensor([[3, 4, 4], [1, 2, 4]])}
+    assert "have videos that fit its tokens: video tokens must stand in runs of" in rules.problem(wrong, **sizes)
 
 
 def test_what_a_family_reads_of_images_fits_its_tokens():

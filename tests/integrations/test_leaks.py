@@ -10,6 +10,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import omnibal
 from omnibal.errors import ConfigError
+from omnibal.formats.collate import SLICED_TYPES, VIDEO_TYPES
 from omnibal.integrations.apart import StatefulLayers, mask_images
 from omnibal.integrations.checking import as_pack, check_packing, made_samples, small_config
 from omnibal.integrations.leaks import compare
@@ -44,7 +45,10 @@ def llama():
 
 @pytest.mark.parametrize("family", sorted({*FAMILIES} - {*LEAKING}))
 def test_exact_packs_are_proved(family):
-    found = check_packing(model_of(family))
+    model = model_of(family)
+    videos = [sample for sample in made_samples(model) if "pixel_values_videos" in sample]
+    assert len(videos) == (family in (*VIDEO_TYPES, *SLICED_TYPES))
+    found = check_packing(model)
     assert found.is_exact
     assert found.leaks == ()
     assert found.has_images

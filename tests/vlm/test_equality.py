@@ -13,6 +13,7 @@ from omnibal.vlm import Payload, load_model
 from omnibal.vlm.backward import run_layer
 from omnibal.vlm.passes import kept_bytes
 from tests.families.models import small_config
+from tests.integrations.items import items_of_kinds
 from tests.vlm.families import (
     TRAINED,
     family_samples,
@@ -75,6 +76,24 @@ def test_packs_give_logits_loss_and_gradients_of_plain_transformers(config, chos
     gradients = disk_state(model, layers, gradients=True)
     assert gradients.keys() == theirs.keys()
     for name, gradient in gradients.items():
+        check_gradient(gradient, theirs[name].grad, name)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kinds", [["video", "video+video"], ["video+image", "", "image+video", "image"]])
+def test_packs_with_videos_give_logits_loss_and_gradients_of_plain_transformers(family, kinds):
+    """Images and videos are one sequence for the ViT here, and two calls there."""
+    config, samples = small_config(family), items_of_kinds(family, kinds)
+    model, plain = load_model(config), plain_family_model(config)
+    layers, pack = layers_of(model, plain.state_dict()), pack_of(model, samples)
+    loss, logits = plain_backward(plain, samples)
+    with torch.no_grad():
+        assert_close(run_layers(layers, pack)[0], torch.cat(logits), rtol=1e-4, atol=2e-5)
+    ours = mean_loss(layers, pack)
+    assert ours.item() == pytest.approx(loss, rel=1e-6)
+    ours.backward()
+    theirs = named_on_disk(model, plain)
+    for name, gradient in disk_state(model, layers, gradients=True).items():
         check_gradient(gradient, theirs[name].grad, name)
 
 

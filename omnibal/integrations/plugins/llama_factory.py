@@ -46,8 +46,8 @@ def one_sample(
 def use_packs(trainer: Any) -> None:
     """Change a trainer's training data and loss; evaluation keeps its collator."""
     own = trainer.data_collator
-    tokens = {f"{kind}_token": getattr(trainer.model.config, f"{kind}_token_id", None) for kind in ("image", "video")}
-    trainer.data_collator = partial(one_sample, collate=own, **tokens)
+    image_token, video_token = (getattr(trainer.model.config, f"{kind}_token_id", None) for kind in ("image", "video"))
+    trainer.data_collator = partial(one_sample, collate=own, image_token=image_token, video_token=video_token)
     replace_loader(trainer, given_limits(), model=trainer.model)
     trainer.data_collator = own
     trainer.compute_loss_func = loss_per_target

@@ -1,0 +1,47 @@
+"""Advice on videos that exceed a pack: which limit of frames, pixels or seconds makes them fit."""
+
+import json
+import re
+
+import pytest
+
+from omnibal.advise.measuring import measure
+from omnibal.advise.models import read_model
+from omnibal.advise.present import Present
+from omnibal.advise.videos import FRAMES, SECONDS, video_limits
+from omnibal.data.limits import PackLimits
+from omnibal.families.base import VideoHeader
+from tests.families.videos import make_clip
+
+NAMED = read_model("Qwen3-VL-2B")
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """Eight texts, a clip of five seconds, one of a minute."""
+    make_clip(tmp_path / "short.mp4", 128, 96, 20, 4)
+    make_clip(tmp_path / "long.mp4", 128, 96, 240, 4)
+    texts = [{"query": "What is this?", "response": "A ball."}] * 8
+    videos = [{"query": "What moves?", "response": "A ball.", "video": f"{name}.mp4"} for name in ("short", "long")]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, texts + videos)))
+    return measure([tmp_path / "data.jsonl"], NAMED, Present())
+
+
+def test_limits_of_videos_are_the_largest_that_fit(measured):
+    assert sorted(measured.videos.values()) == [(VideoHeader(128, 96, 20, 4.0),), (VideoHeader(128, 96, 240, 4.0),)]
+    rule = NAMED.model.video_rule()
+    short, long = (rule(VideoHeader(128, 96, frames, 4.0)) for frames in (20, 240))
+    assert (len(short.numbers), len(long.numbers)) == (10, 120)
+    per_slice = long.vision_units // 60
+    told = video_limits(NAMED.model, measured, PackLimits(30 * per_slice, 10_000))
+    assert told.startswith("videos: 10.0% of the samples exceed these limits: ")
+    frames, seconds = (int(re.search(form, told)[1]) for form in (r"max_frames (\d+)", r"clips of (\d+) seconds"))
+    assert frames == max(each for each in FRAMES if each // 2 * per_slice <= 30 * per_slice) == 48
+    assert seconds == max(each for each in SECONDS if each * per_slice <= 30 * per_slice) == 30
+    assert "max_frames 48 would make them fit and cut 10.0% of the samples" in told
+    pixels = int(re.search(r"longest_edge ([\d,]+) \(pixels\)", told)[1].replace(",", ""))
+    fewer = NAMED.model.video_rule(size={"longest_edge": pixels, "shortest_edge": 28**2})
+    assert fewer(VideoHeader(128, 96, 240, 4.0)).vision_units <= 30 * per_slice
+    assert video_limits(NAMED.model, measured, PackLimits(10**6, 10**6)) == ""
+    tokens = video_limits(NAMED.model, measured, PackLimits(10**6, 40))
+    assert tokens == "videos: 20.0% of the samples exceed these limits, whatever videos are cut to"
