@@ -21,7 +21,7 @@ from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.mixture import Mixture
 from omnibal.errors import DataError
 from omnibal.families.base import ImageLoad, ImageRule, Size, VideoHeader, VideoLoad, VideoRule
-from omnibal.formats.chat import Conversation, read_conversation
+from omnibal.formats.chat import IMAGE_MARK, VIDEO_MARK, Conversation, read_conversation
 from omnibal.formats.files import Row, is_tar, parse_entry, stream_rows
 from omnibal.formats.images import image_size
 from omnibal.formats.shards import Shards, names_of, open_shards
@@ -49,7 +49,7 @@ tokenizer, for a single paragraph 10 % (standard deviation).
 """
 ESTIMATE_ERROR: Final = 0.1
 """Share by which a text's estimated tokens may be off."""
-MARKS: Final = pattern(r"<image>|<video>|<\|?video_pad\|?>|<\|?image_pad\|?>|<img>|</img>")
+MARKS: Final = pattern(r"<image>|<\|?video_pad\|?>|<\|?image_pad\|?>|<img>|</img>")
 _PARTS: Final = pattern(
     r"(?P<word>[A-Za-zÀ-ɏ]+)|(?P<digit>\d)|(?P<ideograph>[⺀-鿿가-힯豈-﫿＀-￯])|(?P<other>[^\W\d_])|(?P<marks>[^\w\s]+|_+)"
 )
@@ -254,7 +254,8 @@ def _text_tokens(conversation: Conversation, count: Count) -> tuple[int, int]:
     """Tokens of a conversation's text in ChatML, images left out, and those of them that are targets."""
     tokens = targets = 0
     for role, text in conversation.turns:
-        said_tokens = sum(count(part) for part in MARKS.split(text) if part)
+        written = text.replace(VIDEO_MARK, IMAGE_MARK) if conversation.videos else text
+        said_tokens = sum(count(part) for part in MARKS.split(written) if part)
         tokens += said_tokens + TURN_TOKENS
         targets += said_tokens + END_TOKENS if role == "assistant" else 0
     return tokens, targets
