@@ -132,7 +132,8 @@ class SampleLengths:
             np.zeros(len(self), dtype=np.int32) if units is None else units
             for units in (self.video_units, self.sound_units)
         )
-        return (IMAGE * (self.vision_units > videos) + VIDEO * (videos > 0) + SOUND * (sound > 0)).astype(np.int8)
+        kinds = IMAGE * (self.vision_units > videos) + VIDEO * (videos > 0) + SOUND * (sound > 0)
+        return np.asarray(kinds, dtype=np.int8)
 
     @cached_property
     def source_names(self) -> tuple[str, ...]:
