@@ -239,9 +239,8 @@ def measure_rows(
             f"in {named}; {first}{hint if 'image must' in first else ''}"
         )
     units, tokens, targets, squared, video_units = np.array(loads, dtype=np.int64).T
-    further = {"vision_squared": squared, "video_units": video_units}
-    further = {name: column for name, column in further.items() if column.any()}
-    lengths = SampleLengths(units, tokens, target_tokens=targets, **further)
+    further, videos_too = (column if column.any() else None for column in (squared, video_units))
+    lengths = SampleLengths(units, tokens, target_tokens=targets, vision_squared=further, video_units=videos_too)
     return DrawnLengths(lengths, tuple(problems), text_tokens / len(loads), np.array(usable), videos)
 
 
@@ -292,8 +291,8 @@ def measured_head(items: Iterable[Any], loads: Callable[[Any], Loads]) -> Measur
     found = np.array(rows, dtype=np.int64).reshape(-1, 4).T
     if not found.size:
         raise DataError("a stream must yield items to measure, got none")
-    videos = {"video_units": found[3]} if found[3].any() else {}
-    lengths = SampleLengths(found[0], found[1], target_tokens=found[2], **videos)
+    videos = found[3] if found[3].any() else None
+    lengths = SampleLengths(found[0], found[1], target_tokens=found[2], video_units=videos)
     said = f"the first {len(lengths):,} samples of a stream measured{_drift(lengths)}"
     return MeasuredLengths(lengths, said, is_stream=True)
 

@@ -81,14 +81,13 @@ def measured(collator: Any, dataset: Dataset, num_workers: int = 0) -> SampleLen
     except RuntimeError as error:  # a worker was killed, as where memory does not suffice
         problem = said(error)
     loads = np.zeros((len(dataset), 4), dtype=np.int64)
-    # A user's own measure may know of no videos.
     whole = [(*each, 0)[:4] for each in found]
     own_loads = np.reshape(whole, (-1, 4)) if problem is None else DataError(problem)
     for number, theirs in enumerate(gather(own_loads)):
         loads[number::num_ranks] = theirs
     vision_units, llm_tokens, target_tokens, video_units = loads.T
-    videos = {"video_units": video_units} if video_units.any() else {}
-    return SampleLengths(vision_units, llm_tokens, target_tokens=target_tokens, **videos)
+    videos = video_units if video_units.any() else None
+    return SampleLengths(vision_units, llm_tokens, target_tokens=target_tokens, video_units=videos)
 
 
 def kept_lengths(

@@ -21,7 +21,13 @@ from omnibal.errors import DataError
 from omnibal.feeds.sampler import BalancedBatchSampler
 
 Loads = tuple[int, int, int] | tuple[int, int, int, int]
-"""Vision units, LLM tokens and target tokens of a sample; and those of its vision units that videos bring."""
+"""Vision units, LLM tokens and target tokens of a sample; of one with videos also the vision units that they bring."""
+
+
+def loads_of(images: int, videos: int, llm_tokens: int, target_tokens: int) -> Loads:
+    """Loads from the vision units of images and of videos; videos are named where there are any."""
+    loads = images + videos, llm_tokens, target_tokens
+    return (*loads, videos) if videos else loads
 
 
 class Pack(list[int]):

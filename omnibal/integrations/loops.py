@@ -27,7 +27,7 @@ from omnibal.integrations.lengths import (
     samples_to_check,
     with_sources,
 )
-from omnibal.integrations.loading import Dataset, Loads, PackedView, PackSampler
+from omnibal.integrations.loading import Dataset, Loads, PackedView, PackSampler, loads_of
 from omnibal.integrations.losses import loss_per_target
 from omnibal.integrations.packing import (
     FAMILIES,
@@ -127,12 +127,12 @@ def item_loads(item: Mapping[str, Any]) -> Loads:
     """Loads of an item: ``input_ids``, ``labels``, and rows (tiles, patches) of its images' and its videos' pixels.
 
     >>> item_loads({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]})
-    (0, 3, 2, 0)
+    (0, 3, 2)
     """
     pixels = (item.get(name) for name in ("pixel_values", "pixel_values_videos"))
     images, videos = (0 if rows is None else len(rows) for rows in pixels)
     targets = torch.as_tensor(item["labels"]).flatten()[1:] != IGNORED
-    return images + videos, torch.as_tensor(item["input_ids"]).numel(), int(targets.sum()), videos
+    return loads_of(images, videos, torch.as_tensor(item["input_ids"]).numel(), int(targets.sum()))
 
 
 def balanced_loader(

@@ -20,7 +20,7 @@ from omnibal.errors import ConfigError, DataError
 from omnibal.formats.collate import IGNORED, MropeRule, Positions, mrope_positions
 from omnibal.integrations.apart import KINDS, TYPES, StatefulLayers, mask_images
 from omnibal.integrations.leaks import compare
-from omnibal.integrations.loading import Loads, PackItems, PlannedLoads
+from omnibal.integrations.loading import Loads, PackItems, PlannedLoads, loads_of
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 
@@ -229,7 +229,7 @@ class PackCollator(SampleCollator):
 
     def loads(self, sample: Mapping[str, Tensor]) -> Loads:
         videos, units = (len(sample.get(name, ())) for name in ("pixel_values_videos", "pixel_values"))
-        return units + videos, len(sample["input_ids"]), int((sample["labels"] != IGNORED).sum()), videos
+        return loads_of(units, videos, len(sample["input_ids"]), int((sample["labels"] != IGNORED).sum()))
 
 
 def unpadded_images(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:

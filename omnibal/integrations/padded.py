@@ -17,7 +17,7 @@ from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.formats.collate import IGNORED
-from omnibal.integrations.loading import Loads, PackItems, PackSampler, PlannedLoads
+from omnibal.integrations.loading import Loads, PackItems, PackSampler, PlannedLoads, loads_of
 from omnibal.integrations.packing import Collator, PackCollator, refuse_missing, unpadded_images
 
 PLANNED_SHARE: Final = 0.75
@@ -145,7 +145,7 @@ class PaddedCollator:
     def measure(self, dataset: Any, numbers: Sequence[int]) -> list[Loads]:
         """Loads of some samples, each of which is read once."""
         batches = (self._collated([dataset[number]]) for number in numbers)
-        return [(units[0], *_rows(batch)[0], units[1]) for batch in batches for units in [_units(batch)]]
+        return [loads_of(units - videos, videos, *_rows(b)[0]) for b in batches for units, videos in [_units(b)]]
 
     def _collated(self, items: Sequence[Any]) -> dict[str, Any]:
         batch = {name: value for name, value in self._collate(list(items)).items() if value is not None}

@@ -95,7 +95,7 @@ class StreamLoader:
     def _read(self, item: Any) -> BufferedSample:
         held = self._collator.sample(item)
         vision_units, llm_tokens, target_tokens, *videos = self._collator.loads(held)
-        if any(videos):
+        if videos:
             raise DataError("a sample of a stream must hold images and text, got a video; index the data for balance")
         return BufferedSample(held, (vision_units, llm_tokens, target_tokens))
 

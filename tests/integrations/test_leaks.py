@@ -214,7 +214,7 @@ def test_layers_with_a_state_run_sample_by_sample():
         padded = model(**as_alone(samples[1]))["logits"]
         model(**pack)
         assert torch.equal(model(**as_alone(samples[1]))["logits"], padded)
-        assert model.generate(samples[1]["input_ids"][None], max_new_tokens=3, do_sample=False).shape[1] == 17
+        assert model.generate(samples[1]["input_ids"][None], max_new_tokens=3, do_sample=False).shape[1] == 19
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma4"])
@@ -267,7 +267,7 @@ def test_kernels_get_the_bounds_of_samples_where_they_heed_them(monkeypatch, hon
     model(**as_pack(model, made_samples(model)))
     layers = model.config.text_config.layer_types.count("linear_attention")
     if honest:
-        assert [bounds.tolist() for bounds in given] == layers * [[0, 12, 26, 33, 41]]
+        assert [bounds.tolist() for bounds in given] == layers * [[0, 12, 28, 35, 43]]
     else:
         assert given == 4 * layers * [None]  # once for each sample
 
