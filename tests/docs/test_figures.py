@@ -1,0 +1,83 @@
+"""Figures in docs come from a report or a file of results that says when, where and with what they were made."""
+
+import importlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FIGURE = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?: million)?")
+RESULTS = sorted(path for path in ROOT.glob("tools/*/*.json") if "made_with" in path.read_text()[:400])
+
+
+def figures(text):
+    """Numbers of a text, each with its decimals."""
+    found = []
+    for match in FIGURE.findall(re.sub(r"\]\([^)]*\)", "]", text)):
+        number, *million = match.split()
+        decimals = len(number.partition(".")[2])
+        found.append((float(number.replace(",", "")) * (1e6 if million else 1), decimals, match))
+    return found
+
+
+def is_in(figure, report):
+    """Whether a report has a figure, or one that it is rounded from."""
+    value, decimals, _ = figure
+    return any(abs(value - other) <= 0.5 * 10**-decimals + 1e-9 for other, _, _ in report)
+
+
+def rows(page):
+    return [line for line in page.splitlines() if line.startswith("| ") and "](../tools/" in line]
+
+
+@pytest.mark.parametrize("row", rows((ROOT / "docs/measurements.md").read_text()))
+def test_measurements_are_those_of_the_report_that_they_name(row):
+    *cells, link = row.strip("| ").split(" | ")
+    reports = [(ROOT / "docs" / name).resolve().read_text() for name in re.findall(r"\]\(([^)]*)\)", link)]
+    known = figures(" ".join(reports))
+    assert not [figure[2] for figure in figures(" ".join(cells)) if not is_in(figure, known)]
+    assert re.search(r"\b2026-\d\d-\d\d\b", reports[0][:600]), "the report says when it was made"
+
+
+def test_a_figure_that_no_report_has_is_found():
+    known = figures("1.78 times, 100,000,000 samples")
+    assert [is_in(figure, known) for figure in figures("1.8 of 100 million, 1.7")] == [True, True, False]
+
+
+def test_gains_in_the_readme_are_in_reports():
+    paragraph = re.search(r"\*\*What it gains.*?\n\n", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    reports = " ".join(path.read_text() for path in ROOT.glob("tools/*/RESULTS.md"))
+    measurements = (ROOT / "docs/measurements.md").read_text()
+    known = figures(measurements + reports)
+    assert len(figures(paragraph)) > 8
+    assert not [figure[2] for figure in figures(paragraph) if not is_in(figure, known)]
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_results_say_when_where_and_with_what(path):
+    made_with = json.loads(path.read_text())["made_with"]
+    told = made_with if isinstance(made_with, str) else " ".join(f"{name} {value}" for name, value in made_with.items())
+    assert re.search(r"2026-\d\d-\d\d", told)
+    assert "core" in told
+    assert re.search(r"\w+ \d+\.\d+", told)
+
+
+def test_tables_of_packers_are_those_of_the_results():
+    vision = importlib.import_module("tools.sampling.vision")
+    found = json.loads(vision.RESULTS.read_text())
+    report = (vision.HERE / "VISION.md").read_text()
+    assert found["made_with"] in report
+    for limits in vision.SETTINGS:
+        assert vision.table_of(found["rows"], limits) in report
+
+
+def test_packers_compared_in_docs_are_those_of_the_results():
+    rows = json.loads((ROOT / "tools/sampling/vision.json").read_text())["rows"]
+    page = (ROOT / "docs/compared.md").read_text()
+    columns = (("both", ".3f"), ("corr", "+.2f"), ("chi2", ".1f"))
+    for method in dict.fromkeys(row["method"] for row in rows if "moved" not in row["method"]):
+        four = [row for row in rows if row["method"] == method]
+        cells = [", ".join(f"{row[name]:{form}}" for row in four) for name, form in columns]
+        assert f"| {' | '.join([method, *cells])} | {sum(row['lost'] for row in four):,} |" in page
