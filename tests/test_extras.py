@@ -7,6 +7,8 @@ from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 from PIL import Image
 
 from omnibal.data.limits import PackLimits
@@ -125,3 +127,18 @@ def test_every_module_that_may_be_missing_is_in_an_extra():
     packages = {extra: {line.partition(">")[0] for line in lines.split()} for extra, lines in extras.items()}
     for module, extra in _EXTRAS.items():
         assert module in packages[extra]
+
+
+def test_tools_versions_runs_the_tests_at_every_floor_of_setup_cfg():
+    setup, root = ConfigParser(), Path(__file__).parents[1]
+    setup.read(root / "setup.cfg")
+    extras = {name: lines for name, lines in setup["options.extras_require"].items() if name != "test"}
+    lines = "\n".join([setup["options"]["install_requires"], *extras.values()]).splitlines()
+    floors = {}
+    for need in (Requirement(line) for line in lines if line.strip() and not line.startswith(("#", "omnibal["))):
+        for each in need.specifier:
+            floors[need.name] = max(floors.get(need.name, Version("0")), Version(each.version))
+    lines = (root / "tools/versions/oldest.txt").read_text().splitlines()
+    oldest = {pin.name: pin.specifier for pin in (Requirement(line) for line in lines if not line.startswith("#"))}
+    assert len(floors) > 20
+    assert {name: str(floor) for name, floor in floors.items() if floor not in oldest.get(name, ())} == {}
