@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -135,6 +135,7 @@ class Load:
 
 
 _SIZES = ("vision_units", "llm_tokens", "llm_tokens_squared", "vision_squared", "target_tokens", "sound_units")
+_COEFFICIENTS = ("fixed", *_SIZES)
 
 
 def _sizes(name: str, values: ArrayLike) -> FloatArray:
@@ -179,10 +180,10 @@ class CostModel:
     """Cost per unit of an encoder of sound."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"CostModel.{field.name} must be finite and not negative, got {value!r}")
+        for name in _COEFFICIENTS:
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"CostModel.{name} must be finite and not negative, got {value!r}")
 
     def __call__(self, load: Load) -> FloatArray:
         """The cost of each micro-batch of ``load``, in the load's shape (a NumPy scalar for a single one)."""
@@ -194,10 +195,10 @@ class CostModel:
         return cost[()]
 
     def __add__(self, other: CostModel) -> CostModel:
-        return CostModel(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+        return CostModel(**{name: getattr(self, name) + getattr(other, name) for name in _COEFFICIENTS})
 
     def __mul__(self, factor: float) -> CostModel:
-        return CostModel(**{f.name: getattr(self, f.name) * factor for f in fields(self)})
+        return CostModel(**{name: getattr(self, name) * factor for name in _COEFFICIENTS})
 
     __rmul__ = __mul__
 
@@ -237,4 +238,4 @@ class CostModel:
         scales = np.linalg.norm(weighted, axis=0)
         scales[scales == 0] = 1  # a size that never occurs: its column stays zero and so does its coefficient
         solution, _ = nnls(weighted / scales, costs * weights)
-        return cls(**dict(zip(("fixed", *_SIZES), (solution / scales).tolist(), strict=True)))
+        return cls(**dict(zip(_COEFFICIENTS, (solution / scales).tolist(), strict=True)))

@@ -128,14 +128,18 @@ def _even_cuts(costs: list[float], num_batches: int) -> list[int]:
 
     The costs of samples descend.
     """
+    costs = [max(cost, 1.0) for cost in costs]
 
     def cut(cost: float) -> list[int]:
-        starts, start = [], 0
-        for left in range(num_batches - 1, -1, -1):
+        starts, start, spare = list[int](), 0, len(costs) - num_batches  # samples beyond one of each batch
+        while spare and len(starts) < num_batches:
             starts.append(start)
-            # A sample is left for each batch that follows.
-            start += min(max(round(cost / max(costs[start], 1.0)), 1), len(costs) - start - left)
-        return starts if start == len(costs) else []
+            more = round(cost / costs[start]) - 1
+            if more > 0:
+                more = min(more, spare)
+                start, spare = start + more, spare - more
+            start += 1
+        return [] if spare else [*starts, *range(start, len(costs))]
 
     # The smallest cost of a batch with which all samples are in one, by bisection of ratios.
     low, high = costs[0] / 2, costs[0] * len(costs)

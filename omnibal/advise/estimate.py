@@ -1,6 +1,6 @@
 """What one recipe takes and holds, estimated on drawn steps, and how much faster another is."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final, Literal
 
@@ -77,6 +77,7 @@ class Scenario:
     cutoff: int | None = None
     """Tokens of the trainer's own packs, where ``offered`` has them."""
     precision: TrainingPrecision = USUAL
+    _batches: dict[Recipe, tuple[Batches, ...]] = field(default_factory=dict)
 
     @cached_property
     def draws(self) -> tuple[Samples, ...]:
@@ -115,7 +116,11 @@ class Scenario:
 
     def estimate(self, recipe: Recipe) -> "Estimate":
         """What a recipe takes and holds."""
-        return Estimate(self, recipe, tuple(self.batches(recipe, draw) for draw in range(DRAWS)))
+        # Batches depend neither on what ranks share nor on what recomputes.
+        like = replace(recipe, sharding="zero3", recompute="full", offloaded=())
+        if like not in self._batches:
+            self._batches[like] = tuple(self.batches(like, draw) for draw in range(DRAWS))
+        return Estimate(self, recipe, self._batches[like])
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,13 +22,10 @@ from omnibal.advise.wait import Sharding, bandwidth, exposed_seconds, phase_cost
 from omnibal.cluster import Cluster, Layout
 from omnibal.cost import FloatArray, Load
 from omnibal.errors import InfeasibleError
-from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
+from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.planner.packings import Packing
-from omnibal.planner.placements import (
-    PlacedStep,
-    place_pipeline,
-    place_spread,
-)
+from omnibal.planner.placements import PlacedStep, place
+from omnibal.planner.step_model import StepCosts
 from omnibal.profile.records import ModelProfile
 
 Kind = Literal["zero", "rearranged", "pipeline", "tensor", "spread", "units"]
@@ -47,6 +44,9 @@ MOST_PLACED: Final = 20
 """Layouts and numbers of micro-batches of each kind that are placed and fit."""
 MOST_TRIED: Final = 30
 """Layouts and numbers of micro-batches of each kind that are tried, with those that turn out not to fit."""
+MANY_DEVICES: Final = 96
+"""On fewer devices, whose steps are simulated faster, up to ``MOST_TIMES`` as many are tried and placed."""
+MOST_TIMES: Final = 4
 MARGIN: Final = 1.15
 """Ranked layouts are tried while the formula says that they take at most so many times the fastest step so far."""
 SHARDINGS: Final[tuple[Sharding, ...]] = ("zero1", "zero2", "zero3")
@@ -164,7 +164,8 @@ class Weighing:
         for step, ranked in self.tried(kind, missing):
             try:
                 # On all draws, as ZeRO: on the first one alone a kind may be some percent lucky.
-                return self._candidate(kind, self._place(ranked, step.schedule, len(self.scenario.draws)))
+                costs = self._costs(ranked, len(self.scenario.draws))
+                return self._candidate(kind, place(costs, step.schedule, ranked.level))
             except InfeasibleError as lacking:  # another draw may have a larger step
                 missing.append(lacking.missing_bytes)
         return min(missing, default=0)
@@ -175,9 +176,9 @@ class Weighing:
         What a device lacks for those that do not fit goes to ``missing``.
         """
         found = list[tuple[PlacedStep, RankedLayout]]()
-        tried = placed = 0
+        tried, placed, times = 0, 0, min(max(MANY_DEVICES // self._cluster.num_devices, 1), MOST_TIMES)
         for ranked in self.ranking.rank(kind, missing):
-            if tried == MOST_TRIED or placed == MOST_PLACED:
+            if tried == times * MOST_TRIED or placed == times * MOST_PLACED:
                 break
             if not found or ranked.seconds <= MARGIN * min(step.step_seconds for step, _ in found):
                 steps = self.placed(ranked, missing)
@@ -193,24 +194,23 @@ class Weighing:
 
     def placed(self, ranked: RankedLayout, missing: list[int]) -> list[PlacedStep]:
         """Steps of a layout on the first draw, under each schedule with which it fits."""
-        layout, found = ranked.layout, list[PlacedStep]()
+        layout, costs, found = ranked.layout, self._costs(ranked, 1), list[PlacedStep]()
         self.report(f"simulating {layout}, {ranked.micro_batches} micro-batches")
         own = 0 if layout.encoder is None else layout.encoder.num_stages
         # A single stage has no bubble that another schedule could fill.
         for schedule in SCHEDULES if layout.num_stages - own > 1 else tuple(SCHEDULES)[:1]:
             try:
-                found.append(self._place(ranked, schedule, 1))
+                found.append(place(costs, schedule, ranked.level))
             except InfeasibleError as lacking:
                 missing.append(lacking.missing_bytes)
         return found
 
-    def _place(self, ranked: RankedLayout, schedule: ScheduleName, draws: int) -> PlacedStep:
-        layout, request = ranked.layout, self.ranking.request
+    def _costs(self, ranked: RankedLayout, draws: int) -> StepCosts:
+        layout = ranked.layout
         profile = self.ranking.profile(*degrees_of(layout))
-        packing = self._packing(layout.num_replicas, ranked.micro_batches, draws)
-        if layout.is_spread:
-            return place_spread(profile, packing, layout, request, schedule, ranked.level)
-        return place_pipeline(profile, packing, layout, request, schedule)
+        return StepCosts(
+            profile, self._packing(layout.num_replicas, ranked.micro_batches, draws), layout, self.ranking.request
+        )
 
     def _candidate(self, kind: Kind, step: PlacedStep) -> WeighedLayout:
         layout, devices = step.layout, self._cluster.num_devices

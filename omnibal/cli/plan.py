@@ -99,8 +99,9 @@ def plan(
     )
     fixed, out = read_limits(limits), _place(workspace, out)
     _check(workspace, out, trials=trials > 0)
-    request, weighed = request_of(workspace, samples_per_step, fixed, num_stages), None
-    if layout != "pipeline":
+    weighs, weighed = layout != "pipeline", None
+    request = request_of(workspace, samples_per_step, fixed, num_stages, weighs=weighs)
+    if weighs:
         weighed = WeighedLayouts.of(workspace, request, layout)
         found = weighed.request(request)
         if found is None:

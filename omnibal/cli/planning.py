@@ -53,15 +53,17 @@ def request_of(
     samples_per_step: int | None = None,
     limits: tuple[int, int] | None = None,
     num_stages: int | None = None,
+    *,
+    weighs: bool = False,
 ) -> PlanRequest:
-    """What the ds_config asks of a plan, but for what is given."""
+    """What the ds_config asks of a plan, but for what is given; ``weighs``: other layouts are weighed first."""
     packing, pipeline = workspace.section.packing, workspace.section.pipeline
-    layout = layout_of(workspace.config, 1, 1)
-    return PlanRequest(
+    layout, samples = layout_of(workspace.config, 1, 1), samples_per_step or workspace.samples_per_step
+    request = PlanRequest(
         cluster=workspace.cluster,
         num_stages=num_stages or (None if pipeline.num_stages == "auto" else pipeline.num_stages),
         encoder=pipeline.encoder_on(workspace.cluster.num_devices),
-        global_batch=samples_per_step or workspace.samples_per_step or _present_samples(workspace),
+        global_batch=samples or 1,
         zero_stage=layout.zero_stage,
         accumulate_float32=layout.accumulate_float32,
         limits=None if limits is None else PackLimits(*limits),
@@ -69,6 +71,11 @@ def request_of(
         schedule=pipeline.schedule,
         seed=packing.seed,
     )
+    if samples is None:
+        if not weighs:
+            request.layouts(workspace.profile)  # refuses stages and ranks that no number of samples could help
+        request = replace(request, global_batch=_present_samples(workspace))
+    return request
 
 
 def _present_samples(workspace: Workspace) -> int:

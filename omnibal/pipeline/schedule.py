@@ -200,16 +200,23 @@ def stage_order(depth: int, micro_batches: int, lag: int | None = None) -> tuple
     # With a ``lag`` backward passes are split, and a W waits for ``lag`` further B, so that it fills time in which 1F1B
     # would wait for a gradient; what still waits at the end runs last.
     warm_up = min(depth, micro_batches)
-    instructions = [Instruction(Operation.F, m) for m in range(warm_up)]
-    for m in range(micro_batches):
-        instructions.append(Instruction(Operation.BW if lag is None else Operation.B, m))
+    forward, weights = _every(Operation.F, micro_batches), _every(Operation.W, micro_batches)
+    instructions = list(forward[:warm_up])
+    for m, backward in enumerate(_every(Operation.BW if lag is None else Operation.B, micro_batches)):
+        instructions.append(backward)
         if lag is not None and m >= lag:
-            instructions.append(Instruction(Operation.W, m - lag))
+            instructions.append(weights[m - lag])
         if m + warm_up < micro_batches:
-            instructions.append(Instruction(Operation.F, m + warm_up))
+            instructions.append(forward[m + warm_up])
     if lag is not None:
-        instructions += [Instruction(Operation.W, m) for m in range(max(micro_batches - lag, 0), micro_batches)]
+        instructions += weights[max(micro_batches - lag, 0) :]
     return tuple(instructions)
+
+
+@lru_cache(maxsize=16)
+def _every(operation: Operation, micro_batches: int) -> tuple[Instruction, ...]:
+    """An operation of every micro-batch; stages share the instructions, which are many on large clusters."""
+    return tuple(Instruction(operation, m) for m in range(micro_batches))
 
 
 @lru_cache(maxsize=64)
@@ -277,9 +284,9 @@ _RUNS = (([*_F, Operation.BW], [*_F, Operation.B, Operation.W]), (_F,))
 def _check_stage(
     stage: int, instructions: Sequence[Instruction], micro_batches: int, allowed: Sequence[list[Operation]]
 ) -> None:
-    runs: list[list[Operation]] = [[] for _ in range(micro_batches)]
+    runs, last = [list[Operation]() for _ in range(micro_batches)], Operation.W  # transfers come behind W
     for operation, micro_batch in instructions:
-        if not 0 <= micro_batch < micro_batches or operation.is_transfer:
+        if not 0 <= micro_batch < micro_batches or operation > last:
             raise ConfigError(
                 f"stage {stage} must run computations of micro-batches 0 to {micro_batches - 1}, "
                 f"got {operation.name} {micro_batch}"

@@ -130,15 +130,8 @@ def simulate_spread(
 ) -> StepSimulation:
     """Predict one optimizer step; the encoder's passes are instructions of the micro-batch ``IMAGES``.
 
-    Args:
-        profile: What the layers cost, each on as many tensor ranks as its module has.
-        partition: The LLM's stages; the first one begins with the encoder's layers.
-        loads: One Load per replica, each with one entry per micro-batch in the order in which they run.
-        layout: ``layout.encoder`` is spread.
-        links: Between stages, and between the LLM's replicas.
-        encoder_links: Between all devices; by default as ``links``.
-        recompute: A level for each layer; by default ``"none"``.
-        schedule: What the LLM's stages run.
+    Arguments are those of `omnibal.pipeline.units.simulate_units`, but for ``partition``: the LLM's stages, the first
+    of which begins with the encoder's layers; and ``encoder_links``, which join all devices.
 
     Raises:
         ConfigError: Partition, loads and layout do not fit together, or the first stage holds no layer of the LLM.

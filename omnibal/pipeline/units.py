@@ -28,7 +28,7 @@ from omnibal.errors import ConfigError
 from omnibal.families.base import encoder_layers
 from omnibal.pipeline.partition import Partition, frozen_stages
 from omnibal.pipeline.problem import MeanSeconds, PartitionProblem, differences
-from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName, Table, as_table, stage_order
+from omnibal.pipeline.schedule import SCHEDULES, Operation, Schedule, ScheduleName, Table, as_table, stage_order
 from omnibal.pipeline.simulate import TableRun, Wiring, run_overlapped
 from omnibal.pipeline.times import (
     StepTimes,
@@ -180,16 +180,13 @@ def simulate_units(
     recompute: Sequence[str] | None = None,
     schedule: ScheduleName = "1f1b",
 ) -> UnitSimulation:
-    """Predict one optimizer step; transfers run beside the computations.
+    """Predict one optimizer step; transfers run beside the computations. Other arguments are those of `simulate_step`.
 
     Args:
-        profile: What the layers cost, each on as many tensor ranks as its module has.
         partition: The stages of the encoder, then those of the LLM.
-        loads: One Load per replica of the LLM, each with one entry per micro-batch in the order in which they run.
-        layout: ``layout.encoder`` says which stages are the encoder's, and how many replicas there are.
+        loads: One Load per replica of the LLM.
         links: Between stages, and between the LLM's replicas.
         encoder_links: Between the encoder's replicas; by default as ``links``.
-        recompute: A level for each layer; by default ``"none"``.
         schedule: What the LLM's stages run.
 
     Raises:
@@ -266,17 +263,27 @@ class UnitProblem(PartitionProblem):
     @cached_property
     def _stage_bounds(self) -> FloatArray:
         # A replica's stage waits until its first micro-batch has passed all layers before it, and computes all of its
-        # micro-batches; under 1F1B the last one's gradient then passes all layers before it, too.
+        # micro-batches; under 1F1B the last one's gradient then passes all layers before it, too. In between, each
+        # micro-batch passes all layers behind the stage, there and back: with few of them the stage waits for that.
         times, size = numbered(self.times), len(self.profile.layers) + 1
-        work, result = times.forward + times.backward + times.weight, np.zeros((self.num_stages, size, size))
-        for stage in range(self.num_stages):
-            replicas, bounds = self.layout.shape(stage)[0], np.zeros((size, size))
+        forward, back, weight = times.forward[0], times.backward[0], times.weight[0]
+        seconds = {Operation.F: forward, Operation.BW: back + weight, Operation.B: back, Operation.W: weight}
+        splits, result = any(self.schedule.pending_weights), np.zeros((self.num_stages, size, size))
+        passing = forward + (back if splits else back + weight)
+        behind = passing[:, -1:] - passing + times.crossing[0] + times.gradient_crossing[0]
+        for stage, order in enumerate(self.schedule.stages):
+            replicas = self.layout.shape(stage)[0]
             for replica in range(replicas):
-                own = slice(replica, None, replicas)
-                back = times.backward[0, own].min(axis=0) * (not any(self.schedule.pending_weights))
-                around = times.forward[0, replica] + back
-                bounds = np.maximum(bounds, differences(work[0, own].sum(axis=0)) + around[:, None])
-            result[stage] = bounds
+                ran = np.array([seconds[operation][m * replicas + replica] for operation, m in order])
+                bounds = differences(ran.sum(axis=0))
+                for m in {0, self.schedule.micro_batches_of(stage) - 1}:
+                    # Work up to the forward pass of m, and from its backward pass on.
+                    passes = [place for place, each in enumerate(order) if each.micro_batch == m]
+                    there, again = passes[:2]
+                    work = ran[: there + 1].sum(axis=0) + ran[again:].sum(axis=0)
+                    bounds = np.maximum(bounds, differences(work) + behind[m * replicas + replica])
+                around = forward[replica] + (back + weight)[replica::replicas].min(axis=0) * (not splits)
+                result[stage] = np.maximum(result[stage], bounds + around[:, None])
         return result + differences(self.times.optimizer) + self._elsewhere
 
     @cached_property

@@ -14,13 +14,11 @@ import numpy as np
 from omnibal.cluster import Layout
 from omnibal.errors import InfeasibleError
 from omnibal.families.base import encoder_layers
-from omnibal.memory.recompute import recompute_seconds
 from omnibal.pipeline.optimize import Boundaries
 from omnibal.pipeline.schedule import ScheduleName
-from omnibal.planner.packings import Packing, PlanRequest
 from omnibal.planner.search import propose
-from omnibal.planner.step_model import SpreadModel, StepModel
-from omnibal.profile.records import LEVELS, Level, ModelProfile
+from omnibal.planner.step_model import SpreadModel, StepCosts, StepModel
+from omnibal.profile.records import LEVELS, Level
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,45 +40,27 @@ class PlacedStep:
     """What the fullest device holds."""
 
 
-def place_pipeline(
-    profile: ModelProfile, packing: Packing, layout: Layout, request: PlanRequest, schedule: ScheduleName
-) -> PlacedStep:
-    """One pipeline through encoder and LLM, or one of each where both have devices of their own (DistTrain).
-
-    Raises:
-        InfeasibleError: A stage does not fit with as much recomputed as possible; ``missing_bytes`` says by how much.
-    """
-    return _placed(StepModel(profile, packing, layout, request, schedule))
-
-
-def place_spread(
-    profile: ModelProfile, packing: Packing, layout: Layout, request: PlanRequest, schedule: ScheduleName, level: Level
-) -> PlacedStep:
-    """The encoder on all devices: each encodes its share of the step before the LLM's pipeline, and trains on it after.
-
-    Features go from where they are made to the first stages in one all-to-all, and their gradients come back in
-    another one. The encoder's weights are on every device, and its optimizer's state is shared by all.
+def place(costs: StepCosts, schedule: ScheduleName, level: Level = "none") -> PlacedStep:
+    """The closed formula's best partition, its levels, and the mean seconds of a step.
 
     Args:
-        layout: The LLM's stages, replicas and tensor ranks; ``layout.encoder`` is spread.
-        level: What the encoder recomputes: ``"none"`` keeps its activations through the pipeline.
+        costs: Their layout is one pipeline through encoder and LLM, or one of each where both have devices of their own
+            (DistTrain), or that of the LLM where the encoder is spread.
+        schedule: What the LLM's stages run.
+        level: What a spread encoder recomputes: ``"none"`` keeps its activations through the pipeline.
 
     Raises:
         InfeasibleError: A device does not fit what it must hold; ``missing_bytes`` says by how much.
     """
-    assert layout.is_spread, "the caller spreads the encoder"
-    return _placed(SpreadModel(profile, packing, layout, request, schedule, level=level))
-
-
-def _placed(model: StepModel) -> PlacedStep:
-    """The closed formula's best partition, its levels, and the mean seconds of a step."""
-    if (missing := model.missing[0]) > 0:
-        raise InfeasibleError(f"memory must hold every stage of {model}", missing_bytes=missing)
+    is_spread, packing = costs.layout.is_spread, costs.packing
+    model = SpreadModel(costs, schedule, level=level) if is_spread else StepModel(costs, schedule)
+    if not model.fits:
+        raise InfeasibleError(f"memory must hold every stage of {model}", missing_bytes=model.missing[0])
     choice = propose(model)
-    plan, packing = choice.plan, model.packing
-    held = plan.footprint(model.whole, packing.largest, packing.fullest_mean).stages(plan.partition, plan.recompute)
+    plan = choice.plan
+    held = plan.footprint(costs.profile, packing.largest, packing.fullest_mean).stages(plan.partition, plan.recompute)
     if not isfinite(choice.step_seconds):
-        budgets = model.request.budgets(plan.layout)
+        budgets = costs.request.budgets(plan.layout)
         over = max(stage.total - budget for stage, budget in zip(held, budgets, strict=True))
         raise InfeasibleError("the spread encoder must fit beside the LLM's state", missing_bytes=over)
     return PlacedStep(
@@ -90,15 +70,16 @@ def _placed(model: StepModel) -> PlacedStep:
         boundaries=plan.partition.boundaries,
         recompute=plan.recompute,
         step_seconds=choice.step_seconds,
-        recompute_seconds=_recomputed(model.whole, packing, plan.recompute, plan.layout),
+        recompute_seconds=_recomputed(costs, plan.recompute),
         peak_bytes=max(stage.total for stage in held),
     )
 
 
-def _recomputed(profile: ModelProfile, packing: Packing, levels: tuple[Level, ...], layout: Layout) -> float:
+def _recomputed(costs: StepCosts, levels: tuple[Level, ...]) -> float:
     """Seconds of all devices together that all micro-batches of a mean step recompute."""
-    loads, border = packing.all_loads, 0 if layout.encoder is None else encoder_layers(profile.layers)
-    seconds = recompute_seconds(profile, loads)[np.arange(len(levels)), [LEVELS.index(level) for level in levels]]
+    layout, layers, shape = costs.layout, costs.profile.layers, costs.packing.all_loads.shape
+    seconds = costs.recompute_seconds[np.arange(len(levels)), [LEVELS.index(level) for level in levels]]
+    border = 0 if layout.encoder is None else encoder_layers(layers)
     encoder = layout.num_tensor if layout.encoder is None else layout.encoder.num_tensor
     whole = float(seconds[:border].sum()) * encoder + float(seconds[border:].sum()) * layout.num_tensor
-    return whole * loads.shape[1] * loads.shape[2]
+    return whole * shape[1] * shape[2]

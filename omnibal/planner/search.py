@@ -18,7 +18,7 @@ from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.plan import Plan
 from omnibal.planner.packings import PlanRequest, packings
 from omnibal.planner.prediction import predict
-from omnibal.planner.step_model import StepModel, models_of
+from omnibal.planner.step_model import StepCosts, StepModel, models_of
 from omnibal.profile.records import ModelProfile
 
 _FAR = 1e3  # penalty for a stage over its memory budget, in forward passes of the whole model
@@ -159,14 +159,15 @@ def make_plan(
         models += [
             model
             for packing in packings(lengths, request, layout.num_replicas)
+            for costs in [StepCosts(profile, packing, layout, request)]
             for schedule in request.schedules
-            for model in models_of(profile, packing, layout, request, schedule)
+            for model in models_of(costs, schedule)
         ]
     # 2. The closed formula proposes a partition for each: cheap, and good enough to tell which deserve a search.
     proposals: dict[StepModel, Choice] = {}
     for number, model in enumerate(models, 1):
         report(f"proposing partitions, {number} of {len(models)}: {model}")
-        if model.missing[0] == 0:
+        if model.fits:
             proposals[model] = propose(model)
     proposals = {model: choice for model, choice in proposals.items() if isfinite(choice.step_seconds)}
     if not proposals:

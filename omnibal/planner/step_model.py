@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 
 import numpy as np
 
-from omnibal.cluster import Layout
+from omnibal.cluster import Layout, Links
 from omnibal.cost import FloatArray, IntArray, Load
 from omnibal.errors import InfeasibleError
 from omnibal.families.base import encoder_layers
@@ -22,11 +22,78 @@ from omnibal.pipeline.problem import PartitionProblem
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.pipeline.simulate import mode_of
 from omnibal.pipeline.spread import share_of_step, split_profile
-from omnibal.pipeline.times import backward_of_layers, step_times, summed
+from omnibal.pipeline.times import StepTimes, backward_of_layers, step_times, summed
 from omnibal.pipeline.units import UnitProblem, schedule_of, unit_times
 from omnibal.plan import Plan
 from omnibal.planner.packings import Packing, PlanRequest
 from omnibal.profile.records import LEVELS, Level, ModelProfile, every_layer
+
+
+@dataclass(frozen=True, eq=False)
+class StepCosts:
+    """What the micro-batches of one packing cost under one layout, whatever the schedule and the partition."""
+
+    profile: ModelProfile
+    packing: Packing
+    layout: Layout
+    request: PlanRequest
+
+    @cached_property
+    def links(self) -> Links:
+        return self.request.cluster.links_of(self.layout)
+
+    @cached_property
+    def behind(self) -> StepCosts:
+        """The LLM's by itself, where the encoder is spread."""
+        return StepCosts(split_profile(self.profile)[1], self.packing, self.layout.parts[1], self.request)
+
+    @cached_property
+    def turns(self) -> FloatArray:
+        """Micro-batches that a replica of each stage runs for each one of the LLM's, shape (stages, 1, 1)."""
+        replicas = [self.layout.shape(stage)[0] for stage in range(self.layout.num_stages)]
+        return self.layout.num_replicas / np.array(replicas)[:, None, None]
+
+    @cached_property
+    def average(self) -> StepTimes:
+        """All steps as replicas of one step, for means over micro-batches; nothing recomputes."""
+        return self._times(self._loads)
+
+    @cached_property
+    def steps(self) -> list[StepTimes]:
+        """The times of each step; nothing recomputes."""
+        # `average` counts the replicas of all steps as those of one: what depends on their number comes from a single
+        # step.
+        first, count = self._times(self.packing.steps[0]), len(self.packing.steps)
+        whole = {name: getattr(first, name) for name in ("reduce", "gather", "optimizer")}
+        names = [name for name in first._fields if name not in whole]
+        parts = zip(*(np.split(getattr(self.average, name), count) for name in names), strict=True)
+        return [first._replace(**dict(zip(names, part, strict=True)), **whole) for part in parts]
+
+    @cached_property
+    def backward(self) -> FloatArray:
+        """Backward pass of every layer at each level, shape (levels, layers, steps × replicas, micro-batches)."""
+        # A level that a layer does not offer has the seconds of "none"; `choose_levels` never takes it.
+        load, count = Load.stack(self._loads), len(self.profile.layers)
+        of_levels = [
+            backward_of_layers(self.profile, load, self.profile.levels_like([level] * count)) for level in LEVELS
+        ]
+        return np.moveaxis(np.array(of_levels), -1, 1)
+
+    @cached_property
+    def recompute_seconds(self) -> FloatArray:
+        """What each level adds to a mean backward pass, shape (layers, levels)."""
+        return recompute_seconds(self.profile, self.packing.all_loads)
+
+    @property
+    def _loads(self) -> list[Load]:
+        return [load for step in self.packing.steps for load in step]
+
+    def _times(self, loads: Sequence[Load]) -> StepTimes:
+        if not self.layout.has_units:
+            return step_times(self.profile, loads, self.links, zero_stage=self.layout.zero_stage)
+        own = self.request.cluster.links_of(self.layout, of_encoder=True)
+        border = encoder_layers(self.profile.layers)
+        return unit_times(self.profile, loads, self.layout, border, self.links, encoder_links=own)
 
 
 class StepModel:
@@ -36,29 +103,18 @@ class StepModel:
     """
 
     def __init__(
-        self,
-        profile: ModelProfile,
-        packing: Packing,
-        layout: Layout,
-        request: PlanRequest,
-        schedule: ScheduleName = "1f1b",
-        budgets: tuple[int, ...] | None = None,
+        self, costs: StepCosts, schedule: ScheduleName = "1f1b", budgets: tuple[int, ...] | None = None
     ) -> None:
-        self.profile, self.packing, self.layout, self.request = profile, packing, layout, request
-        self.whole = profile  # of the model
-        self.num_stages, self.links = layout.num_stages, request.cluster.links_of(layout)
-        self.schedule_name, self.schedule = schedule, schedule_of(layout, packing.micro_batches, schedule)
-        self.budgets = budgets or request.budgets(layout)
-        self.footprint = Footprint(profile, packing.largest, self.schedule, layout, request.cluster.overhead_bytes)
-        self._loads = [load for step in packing.steps for load in step]
-        # All steps as replicas of one step, for means over micro-batches; and a problem per step. Both do not
-        # recompute.
-        self.average = self._problem(self._loads)
-        self.steps = self._split(self.average)
-        self.recompute_seconds = recompute_seconds(profile, packing.all_loads)
-        # Micro-batches that a replica of each stage runs for each one of the LLM's: (stages, 1, 1)
-        replicas = [layout.shape(stage)[0] for stage in range(self.num_stages)]
-        self.turns = layout.num_replicas / np.array(replicas)[:, None, None]
+        self.costs, self.packing, self.layout, self.request = costs, costs.packing, costs.layout, costs.request
+        self.profile = self.whole = costs.profile  # ``whole`` is of the model
+        self.num_stages, self.turns = costs.layout.num_stages, costs.turns
+        self.schedule_name = schedule
+        self.schedule = schedule_of(self.layout, self.packing.micro_batches, schedule)
+        self.budgets = budgets or self.request.budgets(self.layout)
+        self.footprint = Footprint(
+            self.profile, self.packing.largest, self.schedule, self.layout, self.request.cluster.overhead_bytes
+        )
+        self.average, self.steps = self._problem(costs.average), [self._problem(times) for times in costs.steps]
         self._chosen: dict[tuple[int, int, int], tuple[Level, ...]] = {}
 
     def __str__(self) -> str:
@@ -72,7 +128,16 @@ class StepModel:
     @cached_property
     def recompute(self) -> FloatArray:
         """The least recompute seconds of every possible stage; infinite where it cannot fit."""
-        return self._table.least_seconds(self.recompute_seconds)
+        return self._table.least_seconds(self.costs.recompute_seconds)
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether any partition fits."""
+        try:
+            least_maximum(self.recompute)
+        except InfeasibleError:
+            return False
+        return True
 
     @cached_property
     def missing(self) -> tuple[int, Boundaries]:
@@ -88,7 +153,7 @@ class StepModel:
 
     def with_budgets(self, budgets: tuple[int, ...]) -> StepModel:
         """A model of this step whose devices may hold other numbers of bytes."""
-        return StepModel(self.profile, self.packing, self.layout, self.request, self.schedule_name, budgets)
+        return StepModel(self.costs, self.schedule_name, budgets)
 
     def plan(self, boundaries: Boundaries) -> Plan:
         """The plan of a partition and its levels, without a prediction."""
@@ -126,49 +191,22 @@ class StepModel:
     def with_levels(self, levels: tuple[Level, ...]) -> list[PartitionProblem]:
         """The problem of each step, with backward passes that recompute at these levels."""
         columns, layers = [LEVELS.index(level) for level in levels], np.arange(len(levels))
-        sums = summed(self._backward[columns, layers].transpose(1, 2, 0))
+        sums = summed(self.costs.backward[columns, layers].transpose(1, 2, 0))
         return [
             replace(problem, times=problem.times._replace(backward=backward))
             for problem, backward in zip(self.steps, np.split(sums, len(self.steps)), strict=True)
         ]
 
-    @cached_property
-    def _backward(self) -> FloatArray:
-        """Backward pass of every layer at each level, shape (levels, layers, steps × replicas, micro-batches)."""
-        layers = self.profile.layers
-        # A level that a layer does not offer has the seconds of "none"; `choose_levels` never takes it.
-        load = Load.stack(self._loads)
-        of_levels = [
-            backward_of_layers(self.profile, load, self.profile.levels_like([level] * len(layers))) for level in LEVELS
-        ]
-        return np.moveaxis(np.array(of_levels), -1, 1)
-
-    def _problem(self, loads: Sequence[Load]) -> PartitionProblem:
+    def _problem(self, times: StepTimes) -> PartitionProblem:
         if self.layout.has_units:
-            cluster, border = self.request.cluster, encoder_layers(self.profile.layers)
-            own = cluster.links_of(self.layout, of_encoder=True)
-            times = unit_times(self.profile, loads, self.layout, border, self.links, encoder_links=own)
             return UnitProblem.of(self.profile, times, self.layout, self.schedule_name)
-        times = step_times(self.profile, loads, self.links, zero_stage=self.layout.zero_stage)
         return PartitionProblem(self.profile, times, self.schedule, mode_of(self.schedule, "rendezvous"))
-
-    def _split(self, all_steps: PartitionProblem) -> list[PartitionProblem]:
-        # ``all_steps`` counts the replicas of all steps as those of one: what depends on their number comes from a
-        # single step.
-        first, count = self._problem(self.packing.steps[0]).times, len(self.packing.steps)
-        whole = {name: getattr(first, name) for name in ("reduce", "gather", "optimizer")}
-        names = [name for name in first._fields if name not in whole]
-        parts = zip(*(np.split(getattr(all_steps.times, name), count) for name in names), strict=True)
-        return [
-            replace(all_steps, times=first._replace(**dict(zip(names, part, strict=True)), **whole)) for part in parts
-        ]
 
     def _levels(self, stage: int, boundaries: Boundaries) -> tuple[Level, ...]:
         a, b = boundaries[stage], boundaries[stage + 1]
         if (stage, a, b) not in self._chosen:
-            budget = self.budgets[stage]
             self._chosen[stage, a, b] = choose_levels(
-                self.footprint, stage, range(a, b), self.recompute_seconds, budget
+                self.footprint, stage, range(a, b), self.costs.recompute_seconds, self.budgets[stage]
             )
         return self._chosen[stage, a, b]
 
@@ -199,31 +237,27 @@ class SpreadModel(StepModel):
 
     def __init__(
         self,
-        profile: ModelProfile,
-        packing: Packing,
-        layout: Layout,
-        request: PlanRequest,
+        costs: StepCosts,
         schedule: ScheduleName = "1f1b",
         budgets: tuple[int, ...] | None = None,
         *,
         level: Level = "none",
     ) -> None:
-        encoder, language = split_profile(profile)
-        _, behind = layout.parts
-        self._of_encoder = encoder.levels_like(every_layer(level, len(encoder.layers)))
-        self._encoder, self._level, self._spread = encoder, level, layout
+        packing, request, behind = costs.packing, costs.request, costs.behind.layout
+        self._encoder, self._level, self._spread = split_profile(costs.profile)[0], level, costs
+        self._of_encoder = self._encoder.levels_like(every_layer(level, len(self._encoder.layers)))
         self.beside = SpreadFootprint(
-            profile, packing.largest, packing.fullest_mean, schedule_of(behind, packing.micro_batches, schedule),
-            layout, request.cluster.overhead_bytes,
+            costs.profile, packing.largest, packing.fullest_mean, schedule_of(behind, packing.micro_batches, schedule),
+            costs.layout, request.cluster.overhead_bytes,
         )  # fmt: skip
         self._device_bytes = request.budgets(behind)
         held = self.beside.beside_bytes(self._of_encoder)
         left = tuple(most - own for most, own in zip(self._device_bytes, held, strict=True))
-        super().__init__(language, packing, behind, request, schedule, budgets or left)
-        self.whole = profile
+        super().__init__(costs.behind, schedule, budgets or left)
+        self.whole = costs.profile
 
     def __str__(self) -> str:
-        return super().__str__().replace(str(self.layout), str(self._spread), 1)
+        return super().__str__().replace(str(self.layout), str(self._spread.layout), 1)
 
     @cached_property
     def missing(self) -> tuple[int, Boundaries]:
@@ -232,16 +266,14 @@ class SpreadModel(StepModel):
 
     @cached_property
     def lower_bound_seconds(self) -> float:
-        shares = [share_of_step(Load.stack(step).mean(), self._spread) for step in self.packing.steps]
+        shares = [share_of_step(Load.stack(step).mean(), self._spread.layout) for step in self.packing.steps]
         loads = [(share * self.packing.micro_batches).reshape((1,)) for share in shares]
-        times = step_times(self._encoder, loads, self.links, recompute=self._of_encoder)
+        times = step_times(self._encoder, loads, self.costs.links, recompute=self._of_encoder)
         encoding = (times.forward + times.backward + times.weight)[:, 0, -1]
         return super().lower_bound_seconds + float(encoding.mean())
 
     def with_budgets(self, budgets: tuple[int, ...]) -> StepModel:
-        return SpreadModel(
-            self.whole, self.packing, self._spread, self.request, self.schedule_name, budgets, level=self._level
-        )
+        return SpreadModel(self._spread, self.schedule_name, budgets, level=self._level)
 
     def plan(self, boundaries: Boundaries) -> Plan:
         border = len(self._of_encoder)
@@ -251,7 +283,7 @@ class SpreadModel(StepModel):
             partition=Partition((0, *(border + boundary for boundary in boundaries[1:]))),
             recompute=self._of_encoder + self.levels(boundaries),
             schedule=self.schedule_name,
-            layout=self._spread,
+            layout=self._spread.layout,
             cluster=self.request.cluster,
         )
 
@@ -268,12 +300,11 @@ class SpreadModel(StepModel):
         return max(stage.total - most for stage, most in zip(held, self._device_bytes, strict=True))
 
 
-def models_of(
-    profile: ModelProfile, packing: Packing, layout: Layout, request: PlanRequest, schedule: ScheduleName
-) -> list[StepModel]:
+def models_of(costs: StepCosts, schedule: ScheduleName) -> list[StepModel]:
     """What is searched of a layout: one model, or two of a spread encoder that keeps what it needs or recomputes."""
-    if not layout.is_spread:
-        return [StepModel(profile, packing, layout, request, schedule)]
-    is_trained = any(layer.trainable for layer in profile.layers[: encoder_layers(profile.layers)])
+    if not costs.layout.is_spread:
+        return [StepModel(costs, schedule)]
+    layers = costs.profile.layers
+    is_trained = any(layer.trainable for layer in layers[: encoder_layers(layers)])
     levels: tuple[Level, ...] = ("none", "full") if is_trained else ("none",)
-    return [SpreadModel(profile, packing, layout, request, schedule, level=level) for level in levels]
+    return [SpreadModel(costs, schedule, level=level) for level in levels]

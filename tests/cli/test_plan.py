@@ -4,14 +4,17 @@ import json
 import resource
 import shutil
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 import omnibal.trials as trials_module
 from omnibal import vlm
 from omnibal.cli.entering import enter
+from omnibal.cli.plan_report import _weighed_table
 from omnibal.cli.weighing import WEIGHED
 from omnibal.cluster import Cluster, Encoder
 from omnibal.config import keys_of_plan, read_config
@@ -275,6 +278,9 @@ def test_a_present_configuration_that_cannot_train_is_said(omnibal, refusal, ds_
     assert refusal("plan", config).startswith(
         "--samples-per-step must be given where the present configuration cannot train, got none: layers of the"
     )
+    # Stages that cannot be are named before samples are asked for, which could not help.
+    deep = ds_config("deep.json", pipeline={"num_stages": 99})
+    assert refusal("plan", deep).startswith("num_stages must divide the 4 devices")
     record = json.loads(omnibal("plan", config, "--samples-per-step", 16, "--json").stdout)
     assert record["gain"] is None and record["problem"].startswith("layers of the partition must be 13")
     assert "cannot train here: layers" in omnibal("plan", config, "--samples-per-step", 16).stdout
@@ -518,6 +524,24 @@ def test_plans_are_tried_on_the_real_engine(omnibal, ds_config, monkeypatch, tmp
     assert "full" in first and set(kept.recompute[len(first) :]) == {"none"}
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(("devices", "encoder"), [(3, {"num_stages": 1, "num_replicas": 1}), (2, "spread")])
+def test_encoders_beside_the_pipeline_are_tried_on_the_real_engine(omnibal, ds_config, monkeypatch, devices, encoder):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    config = ds_config(
+        deepspeed={"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}},
+        cluster=json.loads(cluster_of(devices)) | {"device": "a100"},
+        data={"workers": 0},
+        pipeline={"num_stages": 2, "schedule": "1f1b", "encoder": encoder},
+    )
+    options = ("--limits", "12,256", "--samples-per-step", 16, "--trials", 1, "--json")
+    (trial,) = json.loads(omnibal("plan", config, *options).stdout)["trials"]
+    assert trial["outcome"] == "fits" and trial["measured_seconds"] > 0
+    assert len(trial["peak_bytes"]) == 2 and min(trial["peak_bytes"]) > 0
+
+
 MEMORY = 3 / 0.95  # GiB; 3 beside the head room
 BUDGET = int(MEMORY * 2**30)
 
@@ -619,3 +643,12 @@ def test_a_full_disk_costs_no_ds_config(ds_config, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [config.name]
     enter(config, plan, tmp_path / "plan.json")
     assert json.loads(config.read_text())["gradient_accumulation_steps"] == 3
+
+
+def test_the_longest_names_of_weighed_plans_are_whole_on_80_columns():
+    choice = {"schedule": "zero-bubble-lean", "num_stages": 16, "micro_batches": 512, "samples_per_step": 1024.4}
+    choice |= {"limits": {"vision_units": 12288, "llm_tokens": 16384}, "step_seconds": 23.4561, "recomputed": [10] * 16}
+    console = Console(width=80, record=True, file=StringIO())
+    console.print(_weighed_table([choice], "patches"))
+    first, second = console.export_text().splitlines()[-3:-1]
+    assert "zero-bubble " in first and second.split() == ["-lean"]

@@ -8,7 +8,7 @@ from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import Operation, Schedule, one_f_one_b, zero_bubble
 from omnibal.pipeline.simulate import simulate, simulate_step
-from omnibal.pipeline.units import encoder_schedule, simulate_units, unit_schedule
+from omnibal.pipeline.units import UnitProblem, encoder_schedule, simulate_units, unit_schedule, unit_times
 from tests.pipeline.profiles import fixed_profile
 from tests.pipeline.random_problems import random_arguments
 from tests.pipeline.test_simulate_step import packs
@@ -147,3 +147,14 @@ def test_what_cannot_be_is_refused():
         simulate_units(fixed_profile([1, 1]), Partition((0, 1, 2)), packs(4, 2), units(2, 1, 1), FREE)
     with pytest.raises(ConfigError, match=r"must divide the 4 packs of a step .*, got 8"):
         simulate_units(fixed_profile([1, 1]), Partition((0, 1, 2)), packs(4, 1), units(2, 1, 8), FREE)
+
+
+@pytest.mark.parametrize(("replicas", "encoder_replicas"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_the_bound_is_what_a_step_takes_where_packs_are_few(replicas, encoder_replicas, micro_batches):
+    profile = fixed_profile([1, 2, 3])
+    profile = replace(profile, layers=(replace(profile.layers[0], module="vision"), *profile.layers[1:]))
+    layout, loads = units(3, replicas, encoder_replicas), packs(micro_batches, replicas)
+    found = simulate_units(profile, Partition((0, 1, 2, 3)), loads, layout, FREE)
+    bound = UnitProblem.of(profile, unit_times(profile, loads, layout, 1, FREE), layout, "1f1b").lower_bound_seconds
+    assert 0.93 * found.step_seconds <= bound <= found.step_seconds * (1 + 1e-12)

@@ -13,7 +13,7 @@ from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.pipeline.search import search_partition
 from omnibal.planner.packings import Packing, PlanRequest
-from omnibal.planner.step_model import StepModel
+from omnibal.planner.step_model import StepCosts, StepModel
 from tests.clusters import cluster
 from tests.memory.models import random_model
 
@@ -52,7 +52,7 @@ def random_step_model(seed, *, max_blocks=4, tightness=None, apart=False):
         zero_stage=layout.zero_stage,
     )
     schedule = list(SCHEDULES)[seed % len(SCHEDULES)]
-    tight = StepModel(profile, packing, layout, request, schedule)
+    tight = StepModel(StepCosts(profile, packing, layout, request), schedule)
     least = 1 + tight.missing[0]
     most = max(
         max(stage.total for stage in tight.footprint.stages(partition, ("none",) * len(profile.layers)))
@@ -60,7 +60,7 @@ def random_step_model(seed, *, max_blocks=4, tightness=None, apart=False):
     )
     share = rng.random() if tightness is None else tightness
     roomy = replace(request.cluster, memory_bytes=int(least + share * (most - least)))
-    return StepModel(profile, packing, layout, replace(request, cluster=roomy), schedule)
+    return StepModel(StepCosts(profile, packing, layout, replace(request, cluster=roomy)), schedule)
 
 
 def with_vision(profile):
@@ -80,6 +80,6 @@ def partitions(profile, layout):
 
 def two_phase_seconds(model):
     """Of the best partition for unbounded memory, with the least recompute that makes it fit; or infinite."""
-    loads, links, zero_stage = model.packing.steps[0], model.links, model.layout.zero_stage
+    loads, links, zero_stage = model.packing.steps[0], model.costs.links, model.layout.zero_stage
     found = search_partition(model.profile, loads, model.num_stages, links, zero_stage=zero_stage)
     return float(model.step_seconds(np.array([found.best.partition.boundaries]))[0])

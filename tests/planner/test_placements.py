@@ -18,8 +18,9 @@ from omnibal.pipeline.simulate import simulate_step
 from omnibal.pipeline.spread import IMAGES, split_profile
 from omnibal.plan import Plan
 from omnibal.planner.packings import Packing, PlanRequest
-from omnibal.planner.placements import place_pipeline, place_spread
+from omnibal.planner.placements import place
 from omnibal.planner.prediction import predict
+from omnibal.planner.step_model import StepCosts
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LayerCost, ModelProfile
 
@@ -38,6 +39,10 @@ def even(replicas, micro_batches, units=8, tokens=4000):
     pack = Load(units, tokens, tokens**2 / 2, 0)
     step = tuple(Load.stack([pack] * micro_batches) for _ in range(replicas))
     return Packing(PackLimits(units, tokens), micro_batches, 64.0, (step,), pack)
+
+
+def placed(profile, packing, layout, asked, schedule, level="none"):
+    return place(StepCosts(profile, packing, layout, asked), schedule, level)
 
 
 def spread(layout):
@@ -59,7 +64,7 @@ def test_a_profile_is_split_before_the_language_model():
 def test_a_spread_encoder_before_one_stage_is_data_parallelism(profile):
     free = replace(CLUSTER, links=Links(np.inf))
     layout, packing = Layout(1, 8), even(8, 2)
-    found = place_spread(profile, packing, spread(layout), request(free), "1f1b", "none")
+    found = placed(profile, packing, spread(layout), request(free), "1f1b", "none")
     whole = simulate_step(
         profile, Partition((0, len(profile.layers))), packing.steps[0], Links(np.inf), recompute=found.recompute
     )
@@ -69,8 +74,8 @@ def test_a_spread_encoder_before_one_stage_is_data_parallelism(profile):
 def test_a_spread_encoder_without_work_leaves_the_llms_pipeline():
     idle = analytic_profile(RECORDS, CLUSTER.device, frozen=["vision", "projector"])
     text, layout = even(2, 8, units=0), Layout(4, 2)
-    alone = place_pipeline(split_profile(idle)[1], text, layout, request(), "1f1b")
-    found = place_spread(idle, text, spread(layout), request(), "1f1b", "none")
+    alone = placed(split_profile(idle)[1], text, layout, request(), "1f1b")
+    found = placed(idle, text, spread(layout), request(), "1f1b", "none")
     border = encoder_layers(idle.layers)
     assert found.boundaries == (0, *(border + boundary for boundary in alone.boundaries[1:]))
     assert found.recompute[border:] == alone.recompute
@@ -80,7 +85,7 @@ def test_a_spread_encoder_without_work_leaves_the_llms_pipeline():
 
 def test_units_of_equal_replicas_are_the_pipeline_with_the_same_cut():
     layout = Layout(4, 2, encoder=Encoder(1, 2))
-    units = place_pipeline(PROFILE, even(2, 8), layout, request(), "1f1b")
+    units = placed(PROFILE, even(2, 8), layout, request(), "1f1b")
     assert units.boundaries[1] == encoder_layers(PROFILE.layers)
     pipeline = simulate_step(
         PROFILE, Partition(units.boundaries), even(2, 8).steps[0], CLUSTER.links_of(Layout(4, 2)),
@@ -91,8 +96,8 @@ def test_units_of_equal_replicas_are_the_pipeline_with_the_same_cut():
 
 def test_an_encoder_on_all_devices_works_faster_than_on_one_stage():
     heavy = even(2, 16, units=40, tokens=2000)
-    found = place_spread(PROFILE, heavy, spread(Layout(4, 2)), request(), "1f1b", "full")
-    alone = place_pipeline(PROFILE, heavy, Layout(4, 2, encoder=Encoder(1, 2)), request(), "1f1b")
+    found = placed(PROFILE, heavy, spread(Layout(4, 2)), request(), "1f1b", "full")
+    alone = placed(PROFILE, heavy, Layout(4, 2, encoder=Encoder(1, 2)), request(), "1f1b")
     assert found.step_seconds < 0.7 * alone.step_seconds
     assert len(found.boundaries) == 5 and len(found.recompute) == len(PROFILE.layers)
 
@@ -100,14 +105,14 @@ def test_an_encoder_on_all_devices_works_faster_than_on_one_stage():
 def test_an_encoder_that_keeps_its_activations_holds_more_and_takes_less():
     packing = even(4, 4, units=16)
     kept, again = (
-        place_spread(PROFILE, packing, spread(Layout(2, 4)), request(), "1f1b", level) for level in ("none", "full")
+        placed(PROFILE, packing, spread(Layout(2, 4)), request(), "1f1b", level) for level in ("none", "full")
     )
     assert kept.step_seconds < again.step_seconds and kept.peak_bytes > again.peak_bytes
     assert kept.recompute_seconds < again.recompute_seconds
 
 
 def test_the_pipeline_is_what_the_planner_proposes():
-    found = place_pipeline(PROFILE, even(2, 8), Layout(4, 2), request(), "zero-bubble")
+    found = placed(PROFILE, even(2, 8), Layout(4, 2), request(), "zero-bubble")
     plan_step = simulate_step(
         PROFILE, Partition(found.boundaries), even(2, 8).steps[0], CLUSTER.links_of(Layout(4, 2)),
         recompute=found.recompute, schedule=zero_bubble(4, 8),
@@ -119,10 +124,10 @@ def test_what_does_not_fit_says_what_is_missing():
     small = replace(CLUSTER, memory_bytes=6e9)
     for layout in (Layout(8, 1), Layout(8, 1, encoder=Encoder(1, 1))):
         with pytest.raises(InfeasibleError) as refusal:
-            place_pipeline(PROFILE, even(1, 8), layout, request(small), "1f1b")
+            placed(PROFILE, even(1, 8), layout, request(small), "1f1b")
         assert 0 < refusal.value.missing_bytes < 20e9
     with pytest.raises(InfeasibleError) as refusal:
-        place_spread(PROFILE, even(1, 8, units=100), spread(Layout(8, 1)), request(small), "1f1b", "none")
+        placed(PROFILE, even(1, 8, units=100), spread(Layout(8, 1)), request(small), "1f1b", "none")
     assert refusal.value.missing_bytes > 0
 
 
@@ -154,7 +159,7 @@ def by_hand(level, *, trained=True, cluster=HAND, steps=(2,)):
     packing = Packing(PackLimits(max(steps), 10), 3, 6.0, loads, Load(max(steps), 10))
     layout = Layout(2, 2, precision="float32", encoder=Encoder(0, 4, 1, "spread"))
     asked = PlanRequest(cluster=cluster, global_batch=6, head_room=0.0)
-    return profile, place_spread(profile, packing, layout, asked, "1f1b", level)
+    return profile, placed(profile, packing, layout, asked, "1f1b", level)
 
 
 # LLM: (3 + 2 - 1) times 3 s forward and 6 s back, and half of an optimizer's 4 s. Weights (4 bytes at 4 a second) come
@@ -209,14 +214,14 @@ def test_the_memory_of_a_spread_step_by_hand(level, trained):
 @pytest.mark.parametrize("profile", [PROFILE, FROZEN], ids=["trained", "frozen"])
 def test_a_plan_of_a_spread_encoder_takes_and_holds_what_was_placed(profile, tmp_path):
     packing, layout = even(4, 4, units=16), spread(Layout(2, 4))
-    placed = place_spread(profile, packing, layout, request(), "zero-bubble", "none")
+    found = placed(profile, packing, layout, request(), "zero-bubble", "none")
     plan = Plan(
-        packing.limits, 4, Partition(placed.boundaries), placed.recompute, schedule="zero-bubble", layout=layout,
+        packing.limits, 4, Partition(found.boundaries), found.recompute, schedule="zero-bubble", layout=layout,
         cluster=CLUSTER,
     )  # fmt: skip
     plan = replace(plan, predicted=predict(profile, plan, packing))
-    assert plan.predicted.step_seconds == pytest.approx(placed.step_seconds, rel=1e-5)
-    assert max(stage.memory.total for stage in plan.predicted.stages) == placed.peak_bytes
+    assert plan.predicted.step_seconds == pytest.approx(found.step_seconds, rel=1e-5)
+    assert max(stage.memory.total for stage in plan.predicted.stages) == found.peak_bytes
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
     # A mean micro-batch of a stage has its share of the step's images.
@@ -238,6 +243,6 @@ def test_memory_of_a_spread_encoder_is_that_of_the_largest_step():
 def test_a_spread_encoder_that_recomputes_needs_room_beside_the_llms_state():
     peak = by_hand("full")[1].peak_bytes
     assert by_hand("full", cluster=replace(HAND, memory_bytes=peak))[1].peak_bytes == peak
-    with pytest.raises(InfeasibleError, match="memory must hold every stage of") as refusal:
+    with pytest.raises(InfeasibleError, match="the spread encoder must fit beside the LLM's state") as refusal:
         by_hand("full", cluster=replace(HAND, memory_bytes=peak - 5))
     assert refusal.value.missing_bytes == 5

@@ -17,7 +17,7 @@ def recompute_of(model, stage, boundaries):
     """What a stage recomputes at its levels, in mean seconds."""
     layers = range(boundaries[stage], boundaries[stage + 1])
     levels = model.levels(boundaries)
-    return total_seconds(model.recompute_seconds, layers, [levels[layer] for layer in layers])
+    return total_seconds(model.costs.recompute_seconds, layers, [levels[layer] for layer in layers])
 
 
 def everything(model):
@@ -65,7 +65,7 @@ def test_every_plan_fits_and_recomputes_no_more_than_it_must(seed):
         for stage, memory in enumerate(model.footprint.stages(choice.partition, levels)):
             assert memory.total <= model.budgets[stage]
             layers = choice.partition.layers(stage)
-            seconds = model.recompute_seconds
+            seconds = model.costs.recompute_seconds
             best = fastest_levels(model.footprint, stage, layers, seconds, model.budgets[stage])
             assert recompute_of(model, stage, choice.boundaries) == pytest.approx(best, abs=1e-9)
 
@@ -93,8 +93,9 @@ def test_missing_bytes_are_exact(seed, apart):
         )
         for partition in partitions(model.profile, model.layout)
     ]
-    assert model.missing[0] == min(needs) > 0
-    assert random_step_model(seed, max_blocks=3, tightness=0.0, apart=apart).missing[0] == 0
+    assert model.missing[0] == min(needs) > 0 and not model.fits
+    roomy = random_step_model(seed, max_blocks=3, tightness=0.0, apart=apart)
+    assert roomy.missing[0] == 0 and roomy.fits
 
 
 def test_unbounded_memory_leaves_nothing_to_recompute():
@@ -110,7 +111,7 @@ def test_a_retreat_frees_what_was_missing_at_the_least_cost(seed):
     before = model.footprint.stages(choice.partition, model.levels(choice.boundaries))
     place = seed % model.num_stages
     missing = tuple(7 + seed if stage == place else 0 for stage in range(model.num_stages))
-    layers, seconds = choice.partition.layers(place), model.recompute_seconds
+    layers, seconds = choice.partition.layers(place), model.costs.recompute_seconds
     best = fastest_levels(model.footprint, place, layers, seconds, before[place].total - missing[place])
     if np.isinf(best):
         with pytest.raises(InfeasibleError, match="bytes are missing"):

@@ -19,7 +19,8 @@ from omnibal.families import layer_records
 from omnibal.pipeline.spread import split_profile
 from omnibal.planner.allocation import ModuleCost, allocate
 from omnibal.planner.packings import Packing, PlanRequest
-from omnibal.planner.placements import place_pipeline
+from omnibal.planner.placements import place
+from omnibal.planner.step_model import StepCosts
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
 from tools.bench import machine, print_table
@@ -126,7 +127,7 @@ def rigid_seconds(layout: Layout, scenario: Scenario, profile: ModelProfile) -> 
     step = tuple(load[samples] for samples in np.arange(scenario.samples_per_step).reshape(shape))
     packing = Packing(PackLimits(MOST_IMAGES, TOKENS), shape[1], scenario.samples_per_step, (step,), load.max())
     request = PlanRequest(cluster=scenario.cluster, global_batch=scenario.samples_per_step)
-    return place_pipeline(profile, packing, layout, request, "1f1b").step_seconds
+    return place(StepCosts(profile, packing, layout, request), "1f1b").step_seconds
 
 
 def print_models() -> None:

@@ -17,7 +17,7 @@ from omnibal.pipeline.optimize import descend, model_optima
 from omnibal.planner import PlanRequest, PlanResult, make_plan
 from omnibal.planner.packings import packings
 from omnibal.planner.search import Choice
-from omnibal.planner.step_model import StepModel
+from omnibal.planner.step_model import StepCosts, StepModel
 from omnibal.profile.records import ModelProfile
 from tools.bench import table
 from tools.memory.paper_tables import profile_of
@@ -100,7 +100,7 @@ def rows(models: Sequence[str], stages_list: Sequence[int], limit_sets: Sequence
 def two_phases(profile: ModelProfile, request: PlanRequest) -> Choice | InfeasibleError:
     """The best partition for unbounded memory under the paper's limits, and then the least recompute that fits."""
     (layout,) = request.layouts(profile)
-    model = StepModel(profile, packings(LENGTHS, request, layout.num_replicas)[0], layout, request)
+    model = StepModel(StepCosts(profile, packings(LENGTHS, request, layout.num_replicas)[0], layout, request))
 
     def evaluate(partitions: IntArray) -> FloatArray:
         return np.mean([problem.evaluate(partitions) for problem in model.steps], axis=0)

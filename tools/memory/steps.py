@@ -15,7 +15,7 @@ from omnibal.pipeline.search import search_partition
 from omnibal.planner import PlanRequest
 from omnibal.planner.packings import Packing
 from omnibal.planner.search import improve
-from omnibal.planner.step_model import StepModel
+from omnibal.planner.step_model import StepCosts, StepModel
 from omnibal.profile.records import ModelProfile
 from omnibal.vlm import VisionLanguageModel, load_model
 from tools.bench import table
@@ -66,7 +66,7 @@ def _step_model(profile: ModelProfile, load: Load, link: CostModel, budget_bytes
         cluster=Cluster(1, 2, device, overhead_bytes=0, links=links_of(link)), num_stages=2, global_batch=len(load),
         head_room=0.0, zero_stage=0,
     )  # fmt: skip
-    return StepModel(profile, packing, request.layouts(profile)[0], request)
+    return StepModel(StepCosts(profile, packing, request.layouts(profile)[0], request))
 
 
 def _peaks(vlm: VisionLanguageModel, case: Case) -> StagePeaks:

@@ -22,7 +22,7 @@ from omnibal.pipeline.simulate import simulate_step
 from omnibal.planner import make_plan
 from omnibal.planner.packings import packings
 from omnibal.planner.prediction import Variant
-from omnibal.planner.step_model import StepModel
+from omnibal.planner.step_model import StepCosts, StepModel
 from omnibal.profile.records import Level
 
 DAY_SECONDS = 86_400
@@ -73,7 +73,7 @@ def paper_levels(setting: Setting, cut: Partition) -> tuple[Level, ...]:
     request = replace(setting.request, limits=setting.limits, method="isf", steps=1)
     (packing,) = packings(setting.drawn, request, setting.row.num_replicas)
     try:
-        return four_steps(StepModel(setting.profile, packing, setting.layout, request), cut)
+        return four_steps(StepModel(StepCosts(setting.profile, packing, setting.layout, request)), cut)
     except InfeasibleError:
         return ("full",) * len(setting.profile.layers)
 
