@@ -12,8 +12,8 @@ from omnibal.data.metrics import dist_ratio, min_packs
 
 FIGURES = {
     "method", "samples", "packs", "empty_packs", "fewest_packs", "packs_over_fewest", "samples_per_pack", "steps",
-    "pad_ratio", "pad_ratio_if_padded", "dist_ratio_vision", "dist_ratio_tokens", "dist_ratio_cost", "randomness",
-    "largest", "lost", "repeated", "over_limit", "seconds",
+    "pad_ratio", "pad_ratio_if_padded", "dist_ratio_vision", "dist_ratio_tokens", "dist_ratio_cost", "dist_ratio_sound",
+    "randomness", "largest", "lost", "repeated", "over_limit", "seconds",
 }  # fmt: skip
 
 
