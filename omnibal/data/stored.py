@@ -147,6 +147,8 @@ def _map_column(path: Path, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         column = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy parses headers as Python, which damaged ones make fail in many ways
         raise DataError(f"{path} must be a column that SampleLengths.save wrote, got {said(error)}") from error
+    if not isinstance(column, np.ndarray):  # of a zip file
+        raise DataError(f"{path} must be a column that SampleLengths.save wrote, got an archive")
     if column.ndim != 1 or column.dtype != dtype:
         raise DataError(
             f"{path} must be one-dimensional of {np.dtype(dtype)}, got {column.dtype} of shape {column.shape}"

@@ -98,8 +98,8 @@ def read_metrics(path: Path) -> Metrics:
     metrics = Metrics([], [])
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} must be a run's log, got a file that is no text: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} must be a run's log, got a file that cannot be read as text: {error}") from error
     for number, line in enumerate(lines, 1):
         if not line.endswith("\n"):  # half written
             break

@@ -164,7 +164,7 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
             yield file
-    except SafetensorError as error:
+    except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path} must be a whole safetensors file, got {error}") from error
 
 
@@ -194,9 +194,13 @@ def _remedy(folder: Path) -> str:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        return dict(load_json(path)["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
+        files = dict(load_json(path)["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} must be JSON with a weight_map, got {type(error).__name__}: {error}") from error
+    for file in files.values():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ConfigError(f"{path} must name files beside it, got {file!r:.80}")
+    return files
 
 
 def _stored_weights(model: VisionLanguageModel, source: str | Path | Mapping[str, Tensor]) -> Mapping[str, Stored]:
