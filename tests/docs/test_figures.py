@@ -81,3 +81,12 @@ def test_packers_compared_in_docs_are_those_of_the_results():
         four = [row for row in rows if row["method"] == method]
         cells = [", ".join(f"{row[name]:{form}}" for row in four) for name, form in columns]
         assert f"| {' | '.join([method, *cells])} | {sum(row['lost'] for row in four):,} |" in page
+
+
+def test_tables_of_rollouts_are_those_of_the_results():
+    bench = importlib.import_module("tools.rollouts.bench")
+    found = json.loads(bench.RESULTS.read_text())
+    report = bench.RESULTS.with_name("RESULTS.md").read_text()
+    assert found["made_with"] in report
+    for title, rows in bench.tables_of(found).items():
+        assert f"## {title}\n\n{rows}" in report
