@@ -2,7 +2,7 @@
 
     python -m tools.video.simulate
 
-Videos follow what LLaVA-Video-178K says of itself (Zhang et al., arXiv 2410.02713, and its dataset card): up to three
+Videos are as long as those of LLaVA-Video-178K (Zhang et al., arXiv 2410.02713, and its dataset card): up to three
 minutes, 40 seconds on average; here log-normal, at 640 x 360 and 30 frames a second. Images and texts are
 ``omnibal.data.synthetic.patch_lengths``. Costs are counted for one device, links are free, ranks meet as under ZeRO 3.
 """
@@ -65,11 +65,14 @@ def main() -> None:
     model = Model.known(MODEL)
     costs = phase_costs(analytic_profile(model.records, Device.named("A100-80GB")))
     print(f"{MODEL}, {machine('numpy')}; simulated\n")
+    # Limits under which a pack holds about as many samples as a batch, for all numbers of GPUs.
+    fitted = mixture(SAMPLES_PER_RANK * 64)
+    limits = fit_step(fitted, BATCH * 64, batch_size=BATCH, num_replicas=64).limits
+    print(f"packs of at most {limits.vision_units:,} patches and {limits.llm_tokens:,} tokens\n")
     rows = []
     for ranks in (8, 64, 512):
         lengths = mixture(SAMPLES_PER_RANK * ranks)
-        size = fit_step(lengths, BATCH * ranks, batch_size=BATCH, num_replicas=ranks)
-        sampler = PackSampler(lengths, size.limits, num_replicas=ranks, rank=0, micro_batches=size.micro_batches)
+        sampler = PackSampler(lengths, limits, num_replicas=ranks, rank=0)
         samples = Samples.draw(lengths, STEPS * BATCH * ranks, np.random.default_rng(0)).all_rows
         ways = {
             "random batches": padded_batches(samples, batch=BATCH, num_ranks=ranks, micro_batches=1),
