@@ -121,7 +121,7 @@ class SampleLengths:
         """Return the columns of further encoders that are present, by name."""
         return {name: column for name in FURTHER_ENCODERS if (column := getattr(self, name)) is not None}
 
-    def columns(self) -> dict[str, IntArray]:
+    def columns(self) -> dict[str, Any]:
         """Return the columns that are present, by name."""
         return {name: column for name in COLUMN_TYPES if (column := getattr(self, name)) is not None}
 

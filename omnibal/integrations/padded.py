@@ -56,9 +56,15 @@ class PaddedSampler(PackSampler):
         packs, shape = self.packs_of_step(step), (self.num_replicas, self.micro_batches)
         longest = np.array([self.lengths.llm_tokens[pack].max(initial=0) for pack in packs], dtype=np.float64)
         load = packs.load(self.lengths)
-        columns = load.vision_units, packs.sizes * longest, packs.sizes * longest**2, load.vision_squared
-        sounds = load.sound_units.reshape(shape)
-        return Load(*(column.reshape(shape) for column in columns), sound_units=sounds)
+        columns = (
+            load.vision_units,
+            packs.sizes * longest,
+            packs.sizes * longest**2,
+            load.vision_squared,
+            load.sound_units,
+        )
+        vision, tokens, squares, squared, sounds = (column.reshape(shape) for column in columns)
+        return Load(vision, tokens, squares, squared, sound_units=sounds)
 
 
 def deal_padded(samples: IntArray, lengths: SampleLengths, limits: PackLimits, count: int) -> Packs:
