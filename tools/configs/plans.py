@@ -37,6 +37,7 @@ LENGTHS: dict[str, Callable[[], SampleLengths]] = {
     "internvit-6b-llama-34b-32gpu": lambda: tiled_lengths(SAMPLES, seed=1),
     "internvl3-8b-8gpu": in_twelve_tiles,
     "qwen2.5-vl-7b-8gpu": lambda: patch_lengths(SAMPLES, seed=1),
+    "qwen2.5-vl-7b-spread-8gpu": lambda: patch_lengths(SAMPLES, seed=1),
     "qwen3-vl-8b-8gpu": lambda: patch_lengths(SAMPLES, seed=1),
     "llava-1.5-7b-lora-2gpu": llava_lengths,
 }
