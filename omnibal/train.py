@@ -15,6 +15,7 @@ from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
 from functools import partial, reduce
 from operator import getitem
 from pathlib import Path
+from statistics import fmean, median
 from time import perf_counter
 from typing import Any, Final
 
@@ -40,9 +41,13 @@ from omnibal.engine.initialize import meet, start, user_optimizer
 from omnibal.engine.loader import Loader, VlmDataset
 from omnibal.engine.samples import open_together
 from omnibal.engine.saved_files import latest_checkpoint
+from omnibal.engine.stage_times import StageTimes
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.families.base import trained_in_words
+from omnibal.feeds.feed import Step
 from omnibal.plan import Plan
+from omnibal.profile.calibration import STEPS, WARM_UP
+from omnibal.profile.counted import analytic_profile, device_to_count
 from omnibal.ranks import rank_zero_first, rank_zero_only, run_on_all_ranks
 from omnibal.report.training import MetricsLog, peak_text, plot_training, read_metrics, run_table, training_table
 from omnibal.vlm.passes import device_name
@@ -242,8 +247,11 @@ def _train(engine: OmnibalEngine, run: RunSection, log: MetricsLog | None, evalu
         dynamic_ncols=True,
         mininterval=0.1 if sys.stderr.isatty() else LOG_SECONDS,
     )
+    first_step, timed = engine.global_steps, list[tuple[Step, float]]()
     while engine.global_steps < last_step:
-        started = perf_counter()
+        started, done = perf_counter(), engine.global_steps - first_step
+        if done == WARM_UP and engine.resolved.layout.encoder is None:
+            engine.stage_times = StageTimes(engine.device, engine.plan.partition.layers(engine.stage_id))
         if engine.global_steps == second_step:
             batch_loss, peaks = engine.measured_batch()
             if log is not None:
@@ -252,6 +260,8 @@ def _train(engine: OmnibalEngine, run: RunSection, log: MetricsLog | None, evalu
             batch_loss = engine.train_batch()
         loss, step = batch_loss.item(), engine.last_step
         assert step is not None, "train_batch sets it"
+        if engine.stage_times is not None:
+            timed.append((step, perf_counter() - started - engine.data_seconds))
         if log is not None:
             bar.set_postfix_str(
                 log.training_step(
@@ -270,6 +280,8 @@ def _train(engine: OmnibalEngine, run: RunSection, log: MetricsLog | None, evalu
                 refresh=False,
             )
             bar.update()
+        if engine.stage_times is not None and done + 1 == STEPS:
+            _calibrate(engine, timed, log, bar)
         is_last = engine.global_steps == last_step
         # before an evaluation, which runs a caller's code and reads other data: what fails there must cost no step
         if is_last or _due(engine.global_steps, run.save_every):
@@ -277,6 +289,31 @@ def _train(engine: OmnibalEngine, run: RunSection, log: MetricsLog | None, evalu
         if is_last or _due(engine.global_steps, run.evaluate_every):
             evaluate(bar)
     bar.close()
+
+
+def _calibrate(engine: OmnibalEngine, timed: list[tuple[Step, float]], log: MetricsLog | None, bar: tqdm) -> None:
+    """Correct counted costs by the steps that were timed, log them, and say by how much a plan's promise was off."""
+    resolved, plan = engine.resolved, engine.plan
+    name = device_name(engine.device) if engine.device.type == "cuda" else None
+    counted = analytic_profile(
+        resolved.vlm.records, device_to_count(name), dtype=resolved.layout.precision,
+        frozen=resolved.section.model.frozen, tensor_parallel=resolved.layout.num_tensor,
+    )  # fmt: skip
+    assert engine.stage_times is not None, "the caller has looked"
+    found = engine.stage_times.calibrate(counted, plan.recompute)
+    engine.stage_times = None
+    if log is None or found is None:
+        return
+    log.calibration(engine.global_steps, found)
+    told = f"steps {engine.global_steps - len(timed) + 1} to {engine.global_steps} measured: {found}"
+    if plan.predicted is not None and plan.cluster is not None:
+        profile = found.apply(counted)
+        now = fmean(plan.simulate(profile, list(step.load)).step_seconds for step, _ in timed)
+        told += (
+            f"; a step was promised to take {plan.predicted.step_seconds:.3g} s, now {now:.3g} s by measured costs, "
+            f"and took {median(seconds for _, seconds in timed):.3g} s"
+        )
+    bar.write(f"{told}\n`omnibal profile CONFIG --measured {log.path}` writes these costs for `omnibal plan --write`")
 
 
 def _evaluate(

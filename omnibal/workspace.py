@@ -25,6 +25,7 @@ from omnibal.families.base import LayerRecord, vision_unit_of
 from omnibal.families.cuts import check_degree
 from omnibal.pipeline.units import check_units
 from omnibal.plan import Plan
+from omnibal.profile.calibration import Calibration
 from omnibal.profile.counted import analytic_profile, with_sums
 from omnibal.profile.records import ModelProfile
 
@@ -321,18 +322,27 @@ class Workspace:
 
     def make_profile(self, limits: PackLimits | None = None, *, num_tensor: int | None = None) -> ModelProfile:
         """Count what layers cost, or measure it, and keep it."""
-        dtype, frozen = dtype_of(self.config), self.section.model.frozen
         num_tensor = num_tensor or self.num_tensor
         check_degree(self.records, num_tensor)
         if self.measures:
             made = self._measured_profile(limits or self.limits, num_tensor)
         else:
-            records, device = self.records, self.cluster.device
-            made = analytic_profile(records, device, dtype=dtype, frozen=frozen, tensor_parallel=num_tensor)
+            made = self._counted_profile(self.cluster.device, num_tensor)
         if self.files is not None:
             self.kept.folder.mkdir(parents=True, exist_ok=True)
             made.save(self.kept.profile)
         return made
+
+    def corrected_profile(self, calibration: Calibration) -> ModelProfile:
+        """Costs as a run has measured them."""
+        device = Device.named(calibration.counted_for)
+        return calibration.apply(self._counted_profile(device, self.num_tensor))
+
+    def _counted_profile(self, device: Device, num_tensor: int) -> ModelProfile:
+        return analytic_profile(
+            self.records, device, dtype=dtype_of(self.config), frozen=self.section.model.frozen,
+            tensor_parallel=num_tensor,
+        )  # fmt: skip
 
     def _measured_profile(self, limits: PackLimits, num_tensor: int) -> ModelProfile:
         import torch

@@ -49,6 +49,8 @@ class Recipe:
     """Whether the head works on the rows that predict a target alone, as far as lengths tell them."""
     offloaded: tuple[str, ...] = ()
     """What the host's memory holds, as far as ranks share it: "optimizer", "parameters"."""
+    hpz: int = 1
+    """Ranks that keep a second copy of all weights together under ZeRO 3 (ZeRO++'s hpZ); 1 without one."""
 
     @property
     def batch_text(self) -> str:
@@ -175,7 +177,7 @@ class Estimate:
         recipe, scenario = self.recipe, self.scenario
         return RankMemory(
             scenario.profile, recipe.sharding, scenario.cluster, recipe.recompute, recipe.target_rows,
-            recipe.offloaded, scenario.precision,
+            recipe.offloaded, scenario.precision, recipe.hpz,
         )  # fmt: skip
 
     @cached_property
@@ -206,10 +208,17 @@ class Estimate:
         waited = by_vision + float(waits["language forward"] + waits["language backward"])
         # A phase in which the last rank spends less makes up for a part of another one's waits.
         by_vision = min(max(by_vision, 0.0), waited)
-        exposed = float(exposed_seconds(self.memory.held, recipe.sharding, self.scenario.cluster, costs).sum()) * ranks
+        exposed = exposed_seconds(self.memory.held, recipe.sharding, self.scenario.cluster, costs, hpz=recipe.hpz)
         update = sum(layer.optimizer_seconds for layer in self.memory.held.layers) * steps
         update *= ranks if recipe.sharding == "ddp" else 1  # under ZeRO and FSDP each rank updates its share
-        spent = [useful + update, once - useful, by_vision, waited - by_vision, run - once, exposed]
+        spent = [
+            useful + update,
+            once - useful,
+            by_vision,
+            waited - by_vision,
+            run - once,
+            float(exposed.sum()) * ranks,
+        ]
         return np.array(spent) / batches.num_samples
 
 

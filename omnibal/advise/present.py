@@ -49,7 +49,7 @@ UNREAD: Final = (
     "optim_target_modules", "use_galore", "use_apollo", "use_badam", "use_unsloth", "use_dft_loss", "use_dora",
     "additional_target", "modules_to_save", "use_logits_to_keep", "loss_type", "activation_offloading",
     "sequence_parallel_size", "context_parallel_size", "tensor_parallel_size", "fp8", "enable_fp8",
-    "zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_partition_size", "tensor_parallel",
+    "zero_quantized_weights", "zero_quantized_gradients",
     "sequence_parallel", "autotuning",
 )  # fmt: skip
 # Sections of DeepSpeed's zero_optimization that put something into the host's memory.
@@ -73,6 +73,8 @@ class Present:
     step: int | None = None
     """Samples of a step of all ranks, from which follows what of the two above is not said."""
     batching: Batching | None = None
+    hpz: int | None = None
+    """Ranks that keep a second copy of all weights together (ZeRO++'s hpZ), under ZeRO 3."""
     offloaded: tuple[str, ...] | None = None
     """What the host's memory holds: "optimizer", "parameters"."""
     cutoff: int | None = None
@@ -188,11 +190,18 @@ def _deepspeed(content: Content) -> Present:
     if batch is not None and step is None and "gradient_accumulation_steps" not in content:
         accumulation = 1  # DeepSpeed's default
     offloaded = tuple(part for part, key in OFFLOADS.items() if _section(zero, key).get("device", "none") != "none")
-    optimizer = _section(content, "optimizer").get("type")
+    optimizer, hpz = _section(content, "optimizer").get("type"), _count(zero, "zero_hpz_partition_size")
+    shared = _section(content, "tensor_parallel").get("autotp_size", 0)
+    if shared not in (0, 1):
+        raise ConfigError(
+            f"tensor_parallel.autotp_size must be 1 or left out, got {shared!r}; estimates are of whole layers on each "
+            "rank: --layouts weighs tensor ranks"
+        )
     half = {**_section(content, "fp16"), **_section(content, "bf16")}
     without = half.get("bf16_master_weights_and_grads") or half.get("fp16_master_weights_and_grads")
     said = {"zero_optimization.stage": str(stage)} | _said(content, _DEEPSPEED_READ)
     said |= {OFFLOADS[part]: "yes" for part in offloaded}
+    said |= {"zero_hpz_partition_size": str(hpz)} if hpz else {}
     said |= {"optimizer.type": str(optimizer)} if optimizer else {}
     said |= {"master_weights_and_grads": "in 16 bits"} if without else {}
     # Samples are drawn in the shares that repetitions make in any case.
@@ -203,6 +212,7 @@ def _deepspeed(content: Content) -> Present:
         batch=batch,
         accumulation=accumulation,
         step=step,
+        hpz=hpz,
         offloaded=offloaded or None,
         mixture=None if mixture in (None, "repeat_time") else Mixture.of(mixture),
         optimizer=_known_optimizer(optimizer),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from omnibal.advise.batches import Batching
 from omnibal.advise.changes import Advice, advise
@@ -18,7 +18,9 @@ from omnibal.advise.paste import HOSTS
 from omnibal.advise.present import Present
 from omnibal.cluster import Cluster
 from omnibal.data.limits import MOST, PackLimits
+from omnibal.device import Device
 from omnibal.errors import ConfigError
+from omnibal.profile.calibration import Calibration
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
 
@@ -67,7 +69,7 @@ class Question:
         model: str | None = None,
         images: Path | None = None,
         max_image: int | None = None,
-        costs: ModelProfile | None = None,
+        costs: ModelProfile | Calibration | None = None,
     ) -> Question:
         """Read data and model; a thousand samples are drawn where data is not measured yet. No torch is loaded.
 
@@ -78,7 +80,7 @@ class Question:
             model: A known name, a Hugging Face folder, or a config.json; by default what ``present`` names.
             images: What the paths of images are relative to; by default the folder of the data.
             max_image: Most tiles of an image, or most pixels at native resolution.
-            costs: What layers cost by measurement.
+            costs: What layers cost by measurement, or by what a run's first steps make of counted costs.
 
         Raises:
             ConfigError: The model is not known, or the costs are of something else.
@@ -88,6 +90,9 @@ class Question:
         if name is None:
             raise ConfigError("model must be named, got none; give a known name, a folder or a config.json")
         paths, named = [data] if isinstance(data, Path) else list(data), read_model(name)
+        if isinstance(costs, Calibration):
+            device = Device.named(costs.counted_for)
+            costs = costs.apply(_counted(named.model, device, present))
         measured = measure(paths, named, present, images=images, max_image=max_image)
         text, folder = " ".join(map(str, paths)), str(named.folder or cls.model_path)
         return cls(measured, named.model, cluster, present, costs, text, folder)
@@ -129,9 +134,7 @@ class Question:
         if self.costs is not None:
             raise ConfigError(MEASURED)
         present, device, degrees = self.present, self.cluster.device, {"vision": encoder, "language": language}
-        if present.lora:
-            return adapted_profile(self.model.records, device, rank=present.lora, tensor_parallel=degrees)
-        return analytic_profile(self.model.records, device, frozen=present.frozen or (), tensor_parallel=degrees)
+        return _counted(self.model, device, present, tensor_parallel=degrees)
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -141,7 +144,15 @@ class Question:
         return Recipe(
             present.sharding or "ddp", present.batching or "random", *self._batches(),
             "none" if present.recompute is False else "full", limits, offloaded=present.offloaded or (),
+            hpz=self._hpz,
         )  # fmt: skip
+
+    @property
+    def _hpz(self) -> int:
+        ranks, hpz = self.cluster.num_devices, self.present.hpz or 1
+        if ranks % hpz:
+            raise ConfigError(f"zero_hpz_partition_size must divide the {ranks} devices of {self.cluster}, got {hpz}")
+        return hpz
 
     def _batches(self) -> tuple[int, int]:
         """Samples of a micro-batch, and micro-batches of a rank's step; what is not said follows as in DeepSpeed."""
@@ -171,11 +182,9 @@ class Question:
         offered: tuple[Batching | Literal["head"], ...] = ("head",) if host == "transformers" and spares_rows else ()
         if not self.measured.is_stream:  # samplers have no say over a stream
             offered += tuple(HOSTS[host].batchings)
-        counted, adapted = self.costs, None
-        if present.lora:
-            counted = counted or adapted_profile(self.model.records, device, rank=present.lora)
-        elif counted is None:
-            counted = analytic_profile(self.model.records, device, frozen=present.frozen or ())
+        adapted = None
+        counted = self.costs or _counted(self.model, device, present)
+        if self.costs is None and not present.lora:
             adapted = adapted_profile(self.model.records, device, rank=LORA_RANK)  # what would fit
         return Scenario(
             lengths, counted, self.cluster, per_step, adapted=adapted,
@@ -190,3 +199,10 @@ class Question:
             costs.check_matches(records=self.model.records, frozen=self.present.frozen or ())
         elif not costs.adapter_parameters:
             raise ConfigError("profile must be of adapters where LoRA is trained, got one without any")
+
+
+def _counted(model: Model, device: Device, present: Present, **tensor_ranks: Any) -> ModelProfile:
+    """Counted costs, with what is trained today."""
+    if present.lora:
+        return adapted_profile(model.records, device, rank=present.lora, **tensor_ranks)
+    return analytic_profile(model.records, device, frozen=present.frozen or (), **tensor_ranks)

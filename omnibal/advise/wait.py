@@ -147,11 +147,14 @@ def exposed_seconds(
     costs: Mapping[str, FloatArray],
     *,
     hides: bool = True,
+    hpz: int = 1,
 ) -> FloatArray:
     """Seconds of every step in which ranks only communicate.
 
     Args:
         costs: From ``phase_seconds``.
+        hpz: Ranks that keep a second copy of all weights together, which backward passes gather from under ZeRO 3
+            (Wang et al., ZeRO++, 2023, section 3.2).
         hides: Whether ranks compute beside what they send, as assumed above.
     """
     # In a ring every rank sends (ranks - 1) / ranks of the bytes that all ranks end up with, or give their part of.
@@ -162,10 +165,15 @@ def exposed_seconds(
     if MEETINGS[sharding] == "phase":
         gathered = {part: _bytes(profile, part, "parameter_bytes") * share for part in ("vision", "language")}
         reduced = {part: _bytes(profile, part, "gradient_bytes") * share for part in ("vision", "language")}
+        near = share
+        if sharding == "zero3" and 1 < hpz <= cluster.devices_per_node:
+            near = (hpz - 1) / hpz / cluster.device.link_bytes_per_second
         exposed = np.zeros(len(backward))
         for phase, seconds in slowest.items():
             part, _, direction = phase.partition(" ")
-            sent = gathered[part] + (reduced[part] if direction == "backward" else 0.0)
+            sent = gathered[part]
+            if direction == "backward":
+                sent = sent * near / share + reduced[part]
             # A phase of no seconds is the backward pass of a frozen front, through which no gradient goes.
             exposed += (np.maximum(sent - hides * seconds, 0) * (seconds > 0)).sum(axis=1)
         return exposed

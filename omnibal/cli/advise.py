@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
-from omnibal.cli.options import ClusterOption, JsonOption, ProfileOption, answer, check_file, read_cluster, working
+from omnibal.cli.options import (
+    ClusterOption,
+    JsonOption,
+    MeasuredOption,
+    ProfileOption,
+    answer,
+    check_file,
+    read_cluster,
+    refuse,
+    working,
+)
 from omnibal.errors import ConfigError
 from omnibal.workspace import devices_at_hand
 
@@ -89,6 +99,7 @@ def advise(
     images: ImagesOption = None,
     max_image: MaxImageOption = None,
     profile: ProfileOption = None,
+    measured: MeasuredOption = None,
     pipeline: PipelineOption = False,
     layouts: LayoutsOption = False,
     plot: PlotOption = None,
@@ -111,6 +122,7 @@ def advise(
     """
     from omnibal.advise.present import Present, read_today
     from omnibal.advise.question import LORA_RANK, Question
+    from omnibal.profile.calibration import Calibration
     from omnibal.profile.records import ModelProfile
     from omnibal.report.advise import Report, draw, write_advice_page
 
@@ -123,7 +135,10 @@ def advise(
     machines = read_cluster(cluster) if cluster else devices_at_hand()
     if machines is None:
         raise ConfigError("--cluster must name the machines, such as 8xA100-80GB, got none and no CUDA device here")
-    costs = None if profile is None else ModelProfile.load(profile)
+    costs: ModelProfile | Calibration | None = None if profile is None else ModelProfile.load(profile)
+    if measured is not None:
+        refuse({"profile": profile}, "--measured names the costs")
+        costs = Calibration.load(measured)
     question = Question.read(
         data, machines, own.over(read_today(today)), model=model, images=images, max_image=max_image, costs=costs
     )

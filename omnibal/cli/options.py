@@ -36,6 +36,12 @@ LengthsOption = Annotated[
 ProfileOption = Annotated[
     Path | None, typer.Option(help="A file of layers' costs, in place of those that are kept or counted.")
 ]
+MeasuredOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Costs as a run's first steps measured them: its metrics.jsonl, or a trainer's omnibal_calibration.json."
+    ),
+]
 LimitsOption = Annotated[
     str | None, typer.Option(help="The most vision units and LLM tokens that a pack may hold, such as 16,4096.")
 ]

@@ -16,6 +16,7 @@ from omnibal.cli.options import (
     ClusterOption,
     JsonOption,
     LimitsOption,
+    MeasuredOption,
     answer,
     check_file,
     read_cluster,
@@ -29,6 +30,7 @@ from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
 from omnibal.families.base import vision_unit_of
+from omnibal.profile.calibration import Calibration
 from omnibal.profile.records import LayerCost, ModelProfile
 from omnibal.report.style import MIB, Row, scaled, table_of
 from omnibal.workspace import Overrides, Workspace
@@ -43,6 +45,7 @@ def profile(
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure on this machine's accelerator, or CPU where it has none.")
     ] = False,
+    measured: MeasuredOption = None,
     limits: LimitsOption = None,
     dtype: Annotated[
         Literal["bfloat16", "float32"] | None,
@@ -64,10 +67,13 @@ def profile(
 
     Counted from operations and bytes for a device that you need not have, or
     measured: one layer of each kind, at a quarter, a half and all of the pack
-    size. The costs are functions of what a pack holds; the table shows them
-    for the full pack.
+    size; or counted and corrected by the first steps of a run. The costs are
+    functions of what a pack holds; the table shows them for the full pack.
 
     Example: omnibal profile ds_configs/mine.json --measure
+
+    Example: omnibal profile ds_configs/mine.json
+    --measured runs/mine/metrics.jsonl
 
     Example: omnibal profile models/InternVL3-14B-hf profile.json
     --cluster a100
@@ -81,13 +87,18 @@ def profile(
         workspace = open_workspace(source, cluster=cluster, measures=measure, replaces=out is None)
         out = out or workspace.section.run.files.profile
         check_file("out", out)
-        if measure:
+        if measured is not None:
+            refuse({"measure": measure or None, "cluster": cluster}, "a run has measured costs on its own devices")
+            made = workspace.corrected_profile(Calibration.load(measured))
+        elif measure:
             largest = workspace.limits if fixed is None else PackLimits(*fixed)
             made, fixed = workspace.make_profile(largest), (largest.vision_units, largest.llm_tokens)
         else:
             made = workspace.profile
     elif out is None:
         raise ConfigError(f"out must name a file for the profile, got none: {source} is no ds_config")
+    elif measured is not None:
+        raise ConfigError(f"--measured must come with the ds_config of its run, got {source}")
     elif measure == (cluster is not None):
         got = "both" if measure else "neither"
         raise ConfigError(f"costs must be counted for a --cluster or come from --measure, got {got}")

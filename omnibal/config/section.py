@@ -52,6 +52,24 @@ INSTEAD: Final[Mapping[str, str]] = {
     "flops_profiler": "`omnibal profile --measure` measures layers",
     "autotuning": "`omnibal plan` finds what is fastest",
 }  # fmt: skip
+# What DeepSpeed 0.19 no longer has, and refuses whatever its value: keys, and what they were.
+REMOVED: Final[Mapping[str, str]] = {
+    "elasticity": "elastic training",
+    "nebula": "Nebula's checkpoints",
+    "compression_training": "its compression library",
+    "sparse_attention": "sparse attention",
+    "sparse_gradients": "sparse gradients of embeddings",
+    "curriculum_learning": "the legacy curriculum",
+    "amp": "Apex",
+    "quantize_training": "mixture of quantization",
+    "eigenvalue": "mixture of quantization",
+    "graph_harvesting": "graph harvesting",
+    "progressive_layer_drop": "progressive layer dropping",
+    "zero_optimization.mics_shard_size": "MiCS",
+    "zero_optimization.mics_hierarchical_params_gather": "MiCS",
+    "zero_optimization.zeropp_loco_param": "LoCo",
+}
+REMOVED_OPTIMIZERS: Final = ("onebitadam", "zerooneadam", "onebitlamb")
 # What has inner keys that matter here.
 OBJECTS: Final = (
     "bf16", "fp16", "zero_optimization", "data_types", "torch_autocast", "optimizer", "optimizer.params", "scheduler",
@@ -388,6 +406,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def check_keys(config: Mapping[str, Any]) -> None:
     """Refuse what would be passed over in silence, and ``"auto"`` where nobody fills it in."""
+    for place, was in REMOVED.items():
+        *outer, key = place.split(".")
+        section = _value(config, ".".join(outer)) if outer else config
+        if isinstance(section, Mapping) and key in section:
+            remedy = f": {INSTEAD[place]}" if place in INSTEAD else ""
+            raise ConfigError(
+                f"{place} of a ds_config must be left out, got {section[key]!r:.80}; DeepSpeed has removed {was}"
+                f"{remedy}"
+            )
     for key, value in config.items():
         if key not in HEEDED and not _asks_for_nothing(value):
             raise ConfigError(f"{key} of a ds_config must be left out, got {value!r:.80}; {_remedy(key)}")
@@ -395,6 +422,12 @@ def check_keys(config: Mapping[str, Any]) -> None:
         value = _value(config, place)
         if not isinstance(value, dict):
             raise ConfigError(f"{place} of a ds_config must be an object, got {value!r:.80}")
+    optimizer = _value(config, "optimizer").get("type")
+    if str(optimizer).lower() in REMOVED_OPTIMIZERS:
+        raise ConfigError(
+            f"optimizer.type of a ds_config must be one that DeepSpeed has, got {optimizer}; DeepSpeed has removed "
+            "1-bit optimizers: take AdamW"
+        )
     for place in _automatic(config):
         if place not in AUTOMATIC and not place.startswith("zero_optimization."):
             raise ConfigError(

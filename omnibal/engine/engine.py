@@ -24,6 +24,7 @@ from omnibal.engine.module import joined
 from omnibal.engine.resolve import OnGradient, ResolvedRun
 from omnibal.engine.samples import CheckedSamples, SampleRules, checked_lengths
 from omnibal.engine.settings import Settings, settings_of
+from omnibal.engine.stage_times import StageTimes
 from omnibal.engine.table import floats_of
 from omnibal.errors import ConfigError, OmnibalError, said
 from omnibal.feeds.feed import Step
@@ -100,6 +101,7 @@ class OmnibalEngine(CheckpointedEngine):
         self.loader = loader
         self.last_step: Step | None = None
         self.data_seconds = 0.0  # how long the slowest rank waited for its packs of the last step
+        self.stage_times: StageTimes | None = None  # where a run's first steps are timed
         self._on_gradient = on_gradient
 
     def train_batch(self, data_iter: Steps | None = None) -> Tensor:
@@ -148,6 +150,8 @@ class OmnibalEngine(CheckpointedEngine):
             # PipelineEngine.train_batch runs _train_schedule, which takes a micro-batch of the iterator per forward
             # pass of the first and of the last stage, then averages the loss (_aggregate_total_loss).
             loss: Tensor = super().train_batch(iter(self._micro_batches(packs)))
+        if self.stage_times is not None:
+            self.stage_times.end_step(step.load[place.replica])
         self._check_step(loss, self.skipped_steps - skipped)
         self._monitor_balance(step)
         return loss
@@ -247,7 +251,16 @@ class OmnibalEngine(CheckpointedEngine):
             self.module.targets = dict(
                 zip(("target_rows", "targets"), self.pipe_buffers["labels"][buffer_id], strict=False)
             )
-        super()._exec_forward_pass(buffer_id)
+        with self._timed(False, self.micro_batches - self._forwards_left):
+            super()._exec_forward_pass(buffer_id)
+
+    def _timed(self, is_backward: bool, micro_batch: int) -> AbstractContextManager[object]:
+        times = self.stage_times if self.module.training else None
+        return nullcontext() if times is None else times.time(is_backward, micro_batch)
+
+    def _run_weight_gradients(self, micro_batch: int) -> None:
+        with self._timed(True, micro_batch):
+            super()._run_weight_gradients(micro_batch)
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
         # PipelineEngine's own calls backward once for each float in the outputs, and runs the layers as often.
@@ -255,7 +268,8 @@ class OmnibalEngine(CheckpointedEngine):
         if len(floats) > 1:
             root = joined(floats, self.grad_layer)
             self.pipe_buffers["outputs"][buffer_id], self.grad_layer = (root,), (torch.ones_like(root),)
-        super()._exec_backward_pass(buffer_id)
+        with self._timed(True, self.micro_batches - self._backwards_left):
+            super()._exec_backward_pass(buffer_id)
         # On the last stage PipelineEngine keeps these, and with their graph a micro-batch's input and its gradient.
         self.pipe_buffers["outputs"][buffer_id] = None
         self.loss = self.loss.detach()

@@ -161,7 +161,8 @@ class TableEngine(PipelineEngine):
             self._try_links()
 
     def _train_schedule(self) -> Any:
-        # What PipelineEngine.train_batch runs; evaluation runs an InferenceSchedule of DeepSpeed's.
+        # DeepSpeed's hook for schedules, which PipelineEngine.train_batch runs and DualPipeV overrides, too: only what
+        # instructions do (_INSTRUCTION_MAP) has no hook. Evaluation runs an InferenceSchedule of DeepSpeed's.
         self._forwards_left = self._backwards_left = self.micro_batches
         if self.table is not None:
             return TableSchedule(self.table, self.stage_id)
@@ -356,7 +357,10 @@ class TableEngine(PipelineEngine):
             self.weight_gradients.budget_bytes = self.pending_bytes if operation == Operation.B else 0
             self._run_backward(micro_batch)
         if operation == Operation.W:
-            self.weight_gradients.run(micro_batch)
+            self._run_weight_gradients(micro_batch)
+
+    def _run_weight_gradients(self, micro_batch: int) -> None:
+        self.weight_gradients.run(micro_batch)
 
     def _run_forward(self, micro_batch: int) -> None:
         if not self._runs_backward and not self.is_last_stage():

@@ -1,11 +1,13 @@
 """BalancedBatchSampler: any DataLoader's batch_sampler, with balanced packs as its batches."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Final, Unpack
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
+from omnibal.cost import CostModel
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixed_packs import Origin
@@ -138,6 +140,28 @@ class BalancedBatchSampler:
     def oversized_report(self) -> str:
         """How many samples exceed a limit on their own, which, and what becomes of them."""
         return self._spec.oversized_report()
+
+    @property
+    def cost(self) -> CostModel | None:
+        """What packs are even in besides vision units; None for the default."""
+        return self._spec.cost
+
+    def set_cost(self, cost: CostModel | None) -> None:
+        """Plan all epochs anew, even in another cost, and go to the beginning of the current one.
+
+        All ranks must do so alike, before they iterate.
+
+        Raises:
+            ConfigError: An epoch would have another number of steps, which hosts have counted already.
+        """
+        if cost == self._spec.cost:
+            return
+        spec, before = replace(self._spec, cost=cost), self.num_steps
+        epochs = Epochs(spec)
+        if epochs.steps_of(self.epoch, self._ranks) != before:
+            raise ConfigError(f"cost must leave an epoch {before} steps, got {cost}, which does not")
+        self._spec, self._epochs = spec, epochs
+        self._go_to(epochs.begin(self.epoch, self._ranks, self._origin), steps_done=0)
 
     def __len__(self) -> int:
         """Micro-batches of the current epoch: the same on all ranks, and under ``"balanced"`` in all epochs."""

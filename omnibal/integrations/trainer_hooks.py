@@ -17,7 +17,7 @@ from transformers.trainer_utils import seed_worker
 from omnibal.advise.memory import RankMemory
 from omnibal.advise.wait import Sharding
 from omnibal.cluster import OVERHEAD_BYTES, Cluster
-from omnibal.cost import Load
+from omnibal.cost import CostModel, Load
 from omnibal.device import Device
 from omnibal.errors import ConfigError
 from omnibal.integrations.loading import PackSampler
@@ -26,6 +26,7 @@ from omnibal.integrations.packing import PackCollator, check_packed
 from omnibal.integrations.padded import PaddedSampler
 from omnibal.integrations.trainer_steps import Costs, Waiting
 from omnibal.processes import ExplainedWait
+from omnibal.profile.calibration import SIZES
 from omnibal.profile.records import Level, ModelProfile
 
 FLOOR: Final = "5.23"  # the oldest transformers that the tests run with: balance changes what Trainer does inside
@@ -144,6 +145,15 @@ def refuse_settings(trainer: Trainer) -> None:
     for name, (value, expected) in settings.items():
         if value != expected:
             raise ConfigError(f"{name} must be {expected} to train on packs, got {value}")
+    deepspeed_config = (
+        trainer.accelerator.state.deepspeed_plugin.deepspeed_config if trainer.is_deepspeed_enabled else {}
+    )
+    shared = (deepspeed_config.get("tensor_parallel") or {}).get("autotp_size", 0)
+    if shared not in (0, 1):
+        raise ConfigError(
+            f"tensor_parallel.autotp_size must be 1 to train on packs, got {shared}; ranks that share layers need one "
+            "pack, and Trainer does not say which they are: DistributedConfig(tp_size=...) does"
+        )
     for name, ranks in (("context", trainer.get_cp_size()), ("sequence", trainer.get_sp_size())):
         if ranks > 1:
             raise ConfigError(
@@ -166,6 +176,9 @@ class RecipeCallback(TrainerCallback, ABC):  # type: ignore[misc]
     def made_from(self) -> dict[str, Any]:
         """What must be the same to go on, as JSON keeps it."""
 
+    def go_on_from(self, made_from: Mapping[str, Any]) -> None:
+        """Take over from a checkpoint what the run may have chosen otherwise."""
+
     @abstractmethod
     def check(self) -> None:
         """Called once, when the model is wrapped and loaded, before the first step."""
@@ -177,8 +190,11 @@ class RecipeCallback(TrainerCallback, ABC):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         """Refuse a checkpoint with other batches, on all ranks alike, and check the model."""
         # Not under a callback's own name: Trainer makes callbacks anew of what it finds under their names.
-        own, name = self.made_from(), f"omnibal.{type(self).__name__}"
+        name = f"omnibal.{type(self).__name__}"
         kept: Any = state.stateful_callbacks
+        if state.global_step and not args.ignore_data_skip:
+            self.go_on_from(kept.get(name, {}))
+        own = self.made_from()
         if state.global_step and not args.ignore_data_skip:
             if name not in kept:
                 raise ConfigError(
@@ -210,7 +226,7 @@ class PacksCallback(RecipeCallback):
         self, trainer: Trainer, sampler: PackSampler, costs: Costs | None, layout: Sharding, check: Callable[[], None]
     ) -> None:
         self._trainer, self._sampler, self._check = trainer, sampler, check
-        self._costs, self._layout, self._accumulation = costs, layout, trainer.args.gradient_accumulation_steps
+        self.costs, self.layout, self._accumulation = costs, layout, trainer.args.gradient_accumulation_steps
         self._began, self._steps, self._unlogged = 0.0, list[TrainedStep](), list[TrainedStep]()
         self._peaks: list[float] = []
 
@@ -225,6 +241,11 @@ class PacksCallback(RecipeCallback):
         ranks = {"num_replicas": sampler.num_replicas, "gradient_accumulation_steps": sampler.micro_batches}
         kept: dict[str, Any] = sampler.state_dict(0)["made_from"]
         return kept | ranks | {"padded": isinstance(sampler, PaddedSampler)}
+
+    def go_on_from(self, made_from: Mapping[str, Any]) -> None:
+        """Make packs even in the cost of the checkpoint's: a later run may have measured another."""
+        cost = made_from.get("cost")
+        self._sampler.set_cost(None if cost is None else CostModel(**dict(zip(SIZES, cost, strict=False))))
 
     def check(self) -> None:
         """Refuse micro-batches that changed since ``balance``, as where a search of hyperparameters sets them."""
@@ -248,7 +269,7 @@ class PacksCallback(RecipeCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         """Note how long the step took, and how even it was."""
         load, samples, shares = self.held(state)
-        waiting = Waiting.of(Load.stack([load]), self._costs, self._layout)
+        waiting = Waiting.of(Load.stack([load]), self.costs, self.layout)
         self._unlogged.append(TrainedStep(time.perf_counter() - self._began, samples, waiting, shares))
 
     def logged(self) -> dict[str, float]:

@@ -19,12 +19,11 @@ from omnibal.data.limit_search import TOKEN_MULTIPLE, TOKEN_SLACKS, search_limit
 from omnibal.data.limits import PackLimits, largest_load
 from omnibal.data.metrics import dist_ratio, min_packs
 from omnibal.data.source_draws import typical_lengths
-from omnibal.device import Device
 from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.families import layer_records
 from omnibal.integrations.loading import PackSampler
 from omnibal.integrations.padded import PLANNED_SHARE, PaddedSampler
-from omnibal.profile.counted import analytic_profile
+from omnibal.profile.counted import analytic_profile, device_to_count
 from omnibal.profile.records import ModelProfile
 
 KEPT: Final = 0.05  # how far the samples of a step may be from those that were asked for
@@ -38,7 +37,6 @@ ROOM: Final = 1.3  # how far limits may exceed what the samples of a micro-batch
 
 # Of what is expected.
 COMPARED_STEPS: Final = 64  # of each way to batch
-COUNTED_DEVICE: Final = "A100-80GB"  # for which costs are counted where the device at hand is not known
 LEAST_GAIN: Final = 1.02  # below it a gain is none: counted costs are no better
 SHOWN_WHOLE: Final = 100  # samples of a step from which on no tenths are shown
 VISION, PROJECTOR = ("vision_tower", "visual", "vision_model"), ("multi_modal_projector", "connector", "merger")
@@ -237,10 +235,7 @@ def counted_profile(model: Any, device_name: str | None) -> ModelProfile | None:
         records = layer_records(model.config.to_dict())
     except ConfigError:
         return None
-    try:
-        device = Device.named(device_name or COUNTED_DEVICE)
-    except ConfigError:
-        device = Device.named(COUNTED_DEVICE)
+    device = device_to_count(device_name)
     adapters = getattr(model, "peft_config", None)
     if adapters:
         return adapted_profile(records, device, rank=max(getattr(adapter, "r", 1) for adapter in adapters.values()))
@@ -311,13 +306,17 @@ class Gains:
     grouped: float
     """The sampler's micro-batches over padded batches that are grouped by length."""
 
+    @property
+    def whole(self) -> float:
+        """Packing and balance together."""
+        return self.balance * (self.packing or 1.0)
+
     def __str__(self) -> str:
-        whole = self.balance * (self.packing or 1.0)
-        if whole < LEAST_GAIN:
-            return f"no gain here: {whole:.2f}x the samples a second of random batches is expected"
+        if self.whole < LEAST_GAIN:
+            return f"no gain here: {self.whole:.2f}x the samples a second of random batches is expected"
         parts = "" if self.packing is None else f" (packing {self.packing:.2f}x, balance {self.balance:.2f}x)"
         return (
-            f"expected {whole:.2f}x the samples a second of random batches{parts}, "
+            f"expected {self.whole:.2f}x the samples a second of random batches{parts}, "
             f"{self.grouped:.2f}x those of group_by_length"
         )
 
@@ -337,7 +336,7 @@ class AskedSteps:
 
     def told(self, sampler: PackSampler) -> str:
         """What an optimizer step holds of what was asked, and what becomes of the schedule where it holds another."""
-        asked, now = self.samples_per_step, _samples_per_step(sampler)
+        asked, now = self.samples_per_step, samples_per_step(sampler)
         told = (
             f"{sampler.num_steps} steps an epoch, {asked} samples a step asked, "
             f"{now:.{0 if now >= SHOWN_WHOLE else 1}f} on average"
@@ -367,7 +366,7 @@ def compare(sampler: PackSampler, limits: PackLimits, costs: Costs, layout: Shar
         batches = padded_batches(samples, batch=asked_steps.batch_size, batching=batching, **ranks)
         return per_sample(batches.loads, batches.samples_per_step)
 
-    ours = per_sample(_first_steps(sampler), _samples_per_step(sampler))
+    ours = per_sample(first_steps(sampler), samples_per_step(sampler))
     present, grouped = host("random"), host("group_by_length") / ours
     if isinstance(sampler, PaddedSampler):
         return Gains(None, present / ours, grouped)
@@ -379,17 +378,17 @@ def compare(sampler: PackSampler, limits: PackLimits, costs: Costs, layout: Shar
 def _drawn(sampler: PackSampler, asked_steps: AskedSteps) -> tuple[Samples, Any]:
     """Samples of some steps, and the ranks and micro-batches that trained them before."""
     per_step = asked_steps.batch_size * sampler.num_replicas * asked_steps.micro_batches
-    count = int(COMPARED_STEPS * max(per_step, _samples_per_step(sampler)))
+    count = int(COMPARED_STEPS * max(per_step, samples_per_step(sampler)))
     samples = Samples.draw(typical_lengths(sampler.lengths, sampler.mixture), count, np.random.default_rng(0))
     return samples.all_rows, {"num_ranks": sampler.num_replicas, "micro_batches": asked_steps.micro_batches}
 
 
-def _first_steps(sampler: PackSampler) -> Load:
+def first_steps(sampler: PackSampler) -> Load:
     """What the first steps of the current epoch hold, shape (steps, ranks, micro-batches)."""
     return Load.stack(sampler.load(step) for step in range(min(sampler.num_steps, COMPARED_STEPS)))
 
 
-def _samples_per_step(sampler: PackSampler) -> float:
+def samples_per_step(sampler: PackSampler) -> float:
     """On average over an epoch; of a mixture over its first steps."""
     if sampler.mixture is None:
         return len(sampler.lengths) / sampler.num_steps
@@ -404,11 +403,12 @@ def describe(
     asked_steps: AskedSteps,
     *,
     device: str | None = None,
+    is_measured: bool = False,
 ) -> str:
     """One line before training: what an epoch becomes, what changes, and what is expected of it."""
     lengths, padded = sampler.lengths, isinstance(sampler, PaddedSampler)
     samples, ranks = _drawn(sampler, asked_steps)
-    random, first = padded_batches(samples, batch=asked_steps.batch_size, **ranks), _first_steps(sampler)
+    random, first = padded_batches(samples, batch=asked_steps.batch_size, **ranks), first_steps(sampler)
     padding = 1 - float(random.real.llm_tokens.sum() / random.loads.llm_tokens.sum())
     alone = len(limits.oversized(lengths))
 
@@ -418,7 +418,7 @@ def describe(
     parts = [
         f"omnibal: {len(lengths)} samples in {'padded batches' if padded else 'packs'} of at most "
         f"{limits.vision_units} {lengths.vision_unit} and {limits.llm_tokens} tokens, "
-        f"{_samples_per_step(sampler) / sampler.num_replicas / sampler.micro_batches:.1f} samples each",
+        f"{samples_per_step(sampler) / sampler.num_replicas / sampler.micro_batches:.1f} samples each",
         *([f"{alone} samples exceed these limits, each is alone in one"] if alone else []),
         asked_steps.told(sampler),
         *waiting_of(first),
@@ -427,8 +427,9 @@ def describe(
         + ", ".join([*waiting_of(random.loads), f"{padding:.0%} of tokens are padding"]),
     ]
     if costs is not None:
-        counted = "counted" if device is None else f"counted for {device}"
-        parts.append(f"{compare(sampler, limits, costs, layout, asked_steps)} ({counted}, not measured)")
+        source = "counted" if device is None else f"counted for {device}"
+        source = "by costs that an earlier run measured" if is_measured else f"{source}, not measured"
+        parts.append(f"{compare(sampler, limits, costs, layout, asked_steps)} ({source})")
     return "; ".join(parts)
 
 
@@ -436,4 +437,4 @@ def padding_share(sampler: PackSampler) -> float:
     """Share of tokens that are padding in the first steps."""
     steps = range(min(sampler.num_steps, COMPARED_STEPS))
     real = sum(int(sampler.packs_of_step(step).llm_tokens(sampler.lengths).sum()) for step in steps)
-    return 1 - real / float(_first_steps(sampler).llm_tokens.sum())
+    return 1 - real / float(first_steps(sampler).llm_tokens.sum())

@@ -212,6 +212,9 @@ class StreamCallback(PacksCallback):
     def vision_unit(self) -> str:
         return "vision units"
 
+    def go_on_from(self, made_from: Mapping[str, Any]) -> None:
+        """Nothing: a stream's packs know no measured cost."""
+
     def made_from(self) -> dict[str, Any]:
         """What packs depend on; a change of the rest is told where the rank's place is loaded."""
         return {name: value for name, value in self._loader.feed.made_from.items() if name not in FREE}

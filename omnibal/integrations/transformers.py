@@ -31,6 +31,7 @@ from omnibal.integrations.loops import PackLoader
 from omnibal.integrations.losses import Reduction, StepLoss
 from omnibal.integrations.packing import FAMILIES, PackCollator, arguments_of, positions_of
 from omnibal.integrations.padded import PaddedCollator, PaddedSampler
+from omnibal.integrations.trainer_calibration import CalibratesCosts, language_of, measured_before
 from omnibal.integrations.trainer_hooks import (
     ExplainsStart,
     PacksCallback,
@@ -47,7 +48,7 @@ from omnibal.integrations.trainer_hooks import (
     worker_options,
 )
 from omnibal.integrations.trainer_rearranging import rearrange_samples
-from omnibal.integrations.trainer_steps import AskedSteps, Costs, counted_profile, describe, fit_step
+from omnibal.integrations.trainer_steps import AskedSteps, Costs, compare, counted_profile, describe, fit_step
 from omnibal.integrations.trainer_streams import pack_stream
 from omnibal.profile.records import ModelProfile
 from omnibal.ranks import gather
@@ -134,7 +135,9 @@ def balance(
     lengths = _lengths(trainer, collator_of(), lengths, mixture)
     if limits is not None:
         limits.refuse_none(lengths)
-    profile = _profile(trainer)
+    counted = _profile(trainer)
+    before = measured_before(trainer, counted)
+    profile, cost = before or (counted, None)
     size = fit_step(
         typical_lengths(lengths, mixture),
         asked,
@@ -144,7 +147,8 @@ def balance(
         padded=padded,
         memory=None if memory_gib is None or limits is not None else memory_of(trainer, profile, memory_gib),
     )
-    sampler = (PaddedSampler if padded else PackSampler)(
+    plan = partial(
+        PaddedSampler if padded else PackSampler,
         lengths,
         size.limits,
         num_replicas=num_replicas,
@@ -154,21 +158,30 @@ def balance(
         image_in_every_pack=wants_all_gradients(trainer),
         mixture=mixture,
     )
+    sampler = plan(cost=None if padded else cost)
     sampler.verify(gather)
     if check_lengths:
         refuse_other_lengths(collator_of(), dataset, lengths)
     costs = None if profile is None else phase_costs(profile, recompute=recompute_of(trainer))
     set_micro_batches(trainer, size.micro_batches)
-    _equip(trainer, sampler, collator_of(lengths=lengths, absorb=not check_lengths), costs)
+    layout = layout_of(trainer)
+    packs = _equip(trainer, sampler, collator_of(lengths=lengths, absorb=not check_lengths), costs)
     loss.install()
+    # Batches of the samples asked for are what packs are compared with.
+    batches = max(round(asked / batch), 1)
+    asked_steps = AskedSteps(asked, args.per_device_train_batch_size, batches, args.num_train_epochs, args.max_steps)
     if trainer.is_world_process_zero():
-        # Batches of the samples asked for are what packs are compared with.
-        batches = max(round(asked / batch), 1)
-        asked_steps = AskedSteps(
-            asked, args.per_device_train_batch_size, batches, args.num_train_epochs, args.max_steps
+        device = None if counted is None else counted.device
+        described = describe(
+            sampler, size.limits, costs, layout, asked_steps, device=device, is_measured=before is not None
         )
-        device = None if profile is None else profile.device
-        print(describe(sampler, size.limits, costs, layout_of(trainer), asked_steps, device=device))
+        print(described)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if counted is not None and language_of(model) is not None and not args.torch_compile:
+        promise = partial(compare, sampler, size.limits, layout=layout, asked_steps=asked_steps)
+        source = "counting" if before is None else "by an earlier run"
+        replan = None if padded else lambda cost: plan(cost=cost)
+        trainer.add_callback(CalibratesCosts(trainer, counted, packs, sampler, replan, promise, source))
     return sampler
 
 
@@ -298,7 +311,7 @@ def _profile(trainer: Trainer) -> ModelProfile | None:
     return counted_profile(trainer.accelerator.unwrap_model(trainer.model), name)
 
 
-def _equip(trainer: Trainer, sampler: PackSampler, collator: PlannedCollator, costs: Costs | None) -> None:
+def _equip(trainer: Trainer, sampler: PackSampler, collator: PlannedCollator, costs: Costs | None) -> PacksCallback:
     """Change what the trainer loads, computes, logs and goes on from."""
     dataset: Any = trainer.train_dataset
 
@@ -330,4 +343,6 @@ def _equip(trainer: Trainer, sampler: PackSampler, collator: PlannedCollator, co
         )
 
     vars(trainer)["get_train_dataloader"] = loader
-    add_recipe(trainer, PacksCallback(trainer, sampler, costs, layout_of(trainer), check))
+    packs = PacksCallback(trainer, sampler, costs, layout_of(trainer), check)
+    add_recipe(trainer, packs)
+    return packs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Final
 
 from omnibal.cost import CostModel
 from omnibal.device import ALL_REDUCE_FRACTION, Device
@@ -11,12 +12,22 @@ from omnibal.errors import ConfigError
 from omnibal.families.base import ADAPTER_SIZES, LayerRecord, check_frozen
 from omnibal.profile.records import ELEMENT_BYTES, LayerCost, ModelProfile, degree_of, degrees_of
 
+COUNTED_DEVICE: Final = "A100-80GB"
+"""For which costs are counted where the device at hand is not known."""
 _FLOAT32_BYTES = 4
 # What tensor ranks sum for the loss of a target, in elements of two bytes: the largest logit, the sum of the exponents
 # and the target's logit, in float32.
 _LOSS_ELEMENTS = 6
 # Backward of fused attention, which computes the scores again, in forward passes.
 _ATTENTION_BACKWARD = 2.5
+
+
+def device_to_count(name: str | None) -> Device:
+    """The device that torch calls so; ``COUNTED_DEVICE`` where nothing is known of it, or there is none."""
+    try:
+        return Device.named(name or COUNTED_DEVICE)
+    except ConfigError:
+        return Device.named(COUNTED_DEVICE)
 
 
 def analytic_profile(

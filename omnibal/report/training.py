@@ -20,6 +20,7 @@ from omnibal.errors import DataError, bytes_in_words
 from omnibal.families.base import LayerRecord, vision_unit_of
 from omnibal.memory.footprint import StageMemory
 from omnibal.plan import Plan
+from omnibal.profile.calibration import Calibration
 from omnibal.report.stages import stage_layers
 from omnibal.report.style import BLUE, GREEN, ORANGE, SERIES, drawing, duration, label_of, legend_below
 
@@ -104,6 +105,8 @@ def read_metrics(path: Path) -> Metrics:
         if not line.endswith("\n"):  # half written
             break
         try:
+            if '"calibration"' in line:  # which Calibration.load reads
+                continue
             if "held_out_loss" in line:
                 metrics.evaluations.append(_EVALUATION.validate_json(line))
             else:
@@ -119,7 +122,7 @@ class MetricsLog:
     """Appends to a file of JSON lines, and renders the line that a progress bar shows."""
 
     def __init__(self, path: Path, *, first_step: int, device: str = "") -> None:
-        self._path = path
+        self.path = path
         self._device = device
         self._rates: dict[str, float] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -152,9 +155,16 @@ class MetricsLog:
         )
         return f"step {step}: held-out loss {loss:.3f}, answers right {accuracy:.1%} of {samples}"
 
+    def calibration(self, step: int, found: Calibration) -> None:
+        """Log what costs were measured."""
+        self._write(found.line(step=step))
+
     def _append(self, record: StepRecord | EvaluationRecord) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        self._write(json.dumps(record) + "\n")
+
+    def _write(self, line: str) -> None:
+        with self.path.open("a") as file:
+            file.write(line)
 
     def _smooth(self, name: str, value: float) -> float:
         before = self._rates.get(name, value)

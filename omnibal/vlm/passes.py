@@ -165,6 +165,27 @@ def device_name(device: torch.device) -> str:
     return str(torch.get_device_module(device).get_device_name(device))
 
 
+Mark = float | torch.Event
+"""A place in a device's work: an event that is read later, on a CPU the clock."""
+
+
+def mark(device: torch.device) -> Mark:
+    """Mark where the device's work stands, without waiting for it."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event: torch.Event = torch.get_device_module(device).Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin: Mark, end: Mark) -> float:
+    """Seconds from one mark to a later one; waits until a device has come there."""
+    if isinstance(begin, float) or isinstance(end, float):
+        return float(end) - float(begin)  # type: ignore[arg-type]  # both are clocks
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
 def _wait(device: torch.device) -> None:
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)

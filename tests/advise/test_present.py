@@ -173,6 +173,15 @@ def test_what_matters_and_is_not_read_is_named():
     assert read_present({"zero_optimization": zero}).unread == {"zero_quantized_weights": "True"}
 
 
+def test_new_parts_of_deepspeed_are_read_or_refused():
+    muon = {"type": "Muon", "params": {"lr": 0.02}}
+    present = read_present({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}, "optimizer": muon})
+    assert (present.hpz, present.optimizer, present.unread) == (8, "Muon", {})
+    assert present.said["zero_hpz_partition_size"] == "8"
+    with pytest.raises(ConfigError, match=r"tensor_parallel\.autotp_size must be 1 or left out, got 4; est"):
+        read_present({"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 4}})
+
+
 def test_preferences_are_no_supervised_training():
     for content, key in (({"finetuning_type": "lora", "stage": "dpo"}, "stage"),
                          ({"train_type": "lora", "rlhf_type": "grpo"}, "rlhf_type")):  # fmt: skip

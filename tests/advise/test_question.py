@@ -9,9 +9,12 @@ from omnibal.advise.models import Model, read_model
 from omnibal.advise.present import Present, read_today
 from omnibal.advise.question import Question
 from omnibal.cluster import Cluster
+from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError, DataError
+from omnibal.profile.calibration import Calibration, TimedPass, calibrate, sizes_of
 from omnibal.profile.counted import analytic_profile
+from omnibal.profile.records import every_layer
 
 EIGHT = Cluster.parse("8xA100-80GB")
 PRESENT = Present(sharding="zero3", batch=4)
@@ -42,6 +45,39 @@ def test_measured_costs_take_the_place_of_counted_ones(lists):
     counted, measured = (Question.read(lists, EIGHT, PRESENT, model=NAME, costs=costs) for costs in (None, slow))
     seconds = [asked.scenario.estimate(asked.recipe).sample_seconds.mean() for asked in (counted, measured)]
     assert seconds[1] > 1.2 * seconds[0]
+
+
+def test_a_run_corrects_counted_costs(lists, tmp_path):
+    first = next(number for number, layer in enumerate(COUNTED.layers) if layer.module == "language")
+    parts, load = ((0, first), (first, len(COUNTED.layers))), Load(9, 4096, 4096**2)
+    passes = [
+        TimedPass(
+            part, False, sizes_of(load[None])[0], factor * sum(float(layer.forward_seconds(load)) for layer in layers)
+        )
+        for part, factor in zip(parts, (2, 1), strict=True)
+        for layers in [COUNTED.layers[slice(*part)]]
+    ]
+    found = calibrate(COUNTED, passes, every_layer("none", len(COUNTED.layers)), device="NVIDIA A100-SXM4-80GB")
+    (tmp_path / "metrics.jsonl").write_text(found.line(step=20))
+    calibration = Calibration.load(tmp_path / "metrics.jsonl")
+    measured = Question.read(lists, EIGHT, PRESENT, model=NAME, costs=calibration)
+    vision, language = (
+        measured.costs.layers[layer].forward_seconds(load) / COUNTED.layers[layer].forward_seconds(load)
+        for layer in (1, first + 1)
+    )
+    assert (vision, language) == (pytest.approx(2, rel=0.1), pytest.approx(1, rel=0.1))
+    with pytest.raises(ConfigError, match="profile must be of H100-80GB, got one of NVIDIA A100-SXM4-80GB"):
+        Question.read(lists, Cluster.parse("8xH100-80GB"), PRESENT, model=NAME, costs=calibration)
+    with pytest.raises(ConfigError, match="got those of another model"):
+        Question.read(lists, EIGHT, PRESENT, model="InternVL3-2B", costs=calibration)
+
+
+def test_secondary_partitions_divide_the_devices(lists):
+    question = Question.read(lists, EIGHT, replace(PRESENT, hpz=4), model=NAME)
+    assert question.recipe.hpz == 4
+    assert question.answer().today.memory.hpz == 4
+    with pytest.raises(ConfigError, match="zero_hpz_partition_size must divide the 8 devices of 8xA100-80GB, got 3"):
+        Question.read(lists, EIGHT, replace(PRESENT, hpz=3), model=NAME).recipe  # noqa: B018
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,13 @@ from omnibal.data.packs import Packs
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.loops import balanced_loader
 from omnibal.integrations.losses import StepLoss, loss_per_target, works_on_targets
-from omnibal.integrations.trainer_hooks import memory_of, recompute_of, replicas_of, wants_all_gradients
+from omnibal.integrations.trainer_hooks import (
+    memory_of,
+    recompute_of,
+    refuse_settings,
+    replicas_of,
+    wants_all_gradients,
+)
 from omnibal.integrations.trainer_steps import counted_profile
 from omnibal.integrations.transformers import balance, rearrange
 from omnibal.ranks import place
@@ -770,3 +776,14 @@ def test_lengths_of_another_dataset_are_refused(tmp_path):
         balanced(lengths=SampleLengths([1, 1], [9, 9]))
     with pytest.raises(DataError, match="rank 0: sample 0 must have the planned vision units"):
         balanced(lengths=SampleLengths([1] * 11, [9] * 11))
+
+
+def test_ranks_that_deepspeed_lets_share_layers_are_refused(tmp_path):
+    trainer = trainer_of("internvl", tmp_path)
+    plugin = SimpleNamespace(deepspeed_config={"tensor_parallel": {"autotp_size": 2}})
+    trainer.is_deepspeed_enabled = True
+    trainer.accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel\.autotp_size must be 1 to train on packs, got 2; ranks that"
+    ):
+        refuse_settings(trainer)

@@ -1,0 +1,255 @@
+"""Times the passes of a trainer's first steps, and corrects counted costs by them, and the packs of the next run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+from transformers import Trainer, TrainerCallback, TrainerState
+
+from omnibal.advise.wait import MEETINGS, Sharding, phase_costs
+from omnibal.cost import CostModel, Load
+from omnibal.errors import ConfigError
+from omnibal.integrations.loading import PackSampler
+from omnibal.integrations.target_rows import base_of
+from omnibal.integrations.trainer_hooks import PacksCallback, recompute_of, replicas_of
+from omnibal.integrations.trainer_steps import Costs, Gains, first_steps, samples_per_step, step_seconds
+from omnibal.profile.calibration import (
+    MOST_PASSES,
+    PARTS,
+    STEPS,
+    WARM_UP,
+    Calibration,
+    TimedPass,
+    calibrate,
+    sizes_of,
+)
+from omnibal.profile.records import ModelProfile, every_layer
+from omnibal.ranks import gather
+from omnibal.records import parse_json
+from omnibal.vlm.passes import Mark, device_name, mark, seconds_between
+
+FILE: Final = "omnibal_calibration.json"  # in a trainer's output_dir
+LEAST_GAIN: Final = 0.005  # share of a step's seconds from which on packs follow measured costs
+MOST_ERROR: Final = 0.1  # of a fit that packs follow
+_COST: Final = TypeAdapter(CostModel | None)
+
+
+class Measured(NamedTuple):
+    """What an earlier run in the same ``output_dir`` measured."""
+
+    profile: ModelProfile
+    """Costs as measured."""
+    pack_cost: CostModel | None
+    """What packs are to be even in; None to leave them as they are."""
+
+
+def measured_before(trainer: Trainer, counted: ModelProfile | None) -> Measured | None:
+    """What rank 0 finds in ``output_dir``, for all ranks alike; None where nothing fits the model and its device."""
+    path, found = Path(str(trainer.args.output_dir)) / FILE, None
+    if trainer.is_world_process_zero() and counted is not None and path.is_file():
+        try:
+            calibration = Calibration.load(path)
+            if calibration.device != device_name(trainer.args.device):
+                raise ConfigError(f"device must be {calibration.device}, got {device_name(trainer.args.device)}")
+            cost = _COST.validate_python(parse_json(path.read_bytes())["pack_cost"])
+            found = Measured(calibration.apply(counted), cost)
+        except (ConfigError, KeyError, ValidationError) as error:
+            print(f"omnibal: {path} is left alone: {error}")
+    return gather(found)[0]
+
+
+class PassTimer:
+    """Marks of each micro-batch's passes: forward and backward, where the LLM begins and where its gradient is known.
+
+    No mark waits for the device. The parts are read off the LLM's call, whose input all of the ViT's work flows into.
+    """
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        language = language_of(model)
+        assert language is not None, "callers look for it"
+        self._device, self._now, self.marks = device, dict[str, Mark](), list[dict[str, Mark]]()
+        self._handles = [
+            model.register_forward_pre_hook(self._begin),
+            language.register_forward_pre_hook(self._enter_language, with_kwargs=True),
+            model.register_forward_hook(self._leave),
+        ]
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, module: Any, inputs: Any) -> None:
+        self._now = {}
+        if module.training and torch.is_grad_enabled():  # Trainer may evaluate within a step
+            self.marks.append(self._now)
+            self._mark(self._now, "begin")
+
+    def _enter_language(self, module: Any, inputs: Any, options: Mapping[str, Any]) -> None:
+        now, embedded = self._now, options.get("inputs_embeds")
+        if "begin" in now and "language" not in now:  # recomputed layers run again in the backward pass
+            self._mark(now, "language")
+            if isinstance(embedded, Tensor) and embedded.requires_grad:
+                embedded.register_hook(lambda gradient: self._mark(now, "vision backward"))  # type: ignore[no-untyped-call]
+
+    def _leave(self, module: Any, inputs: Any, outputs: Any) -> None:
+        now, found = self._now, outputs.values() if isinstance(outputs, Mapping) else outputs
+        result = next((each for each in found if isinstance(each, Tensor) and each.requires_grad), None)
+        if "begin" in now and result is not None:
+            self._mark(now, "forward done")
+            result.register_hook(lambda gradient: self._begin_backward(now))  # type: ignore[no-untyped-call]
+
+    def _begin_backward(self, now: dict[str, Mark]) -> None:
+        self._mark(now, "backward")
+        # Autograd's engine calls it when all gradients of this backward pass are there, before DDP waits for its own
+        # reductions, whose callback is queued later.
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._mark(now, "end"))  # type: ignore[attr-defined]
+
+    def _mark(self, now: dict[str, Mark], name: str) -> None:
+        now[name] = mark(self._device)
+
+
+# The marks between which each of PARTS runs; without a gradient of the LLM's input the whole backward pass is its own.
+_ENDS: Final = {
+    "vision forward": ("begin", "language"),
+    "language forward": ("language", "forward done"),
+    "vision backward": ("vision backward", "end"),
+    "language backward": ("backward", "vision backward"),
+}
+
+
+def passes_of(marks: Mapping[str, Mark], load: tuple[float, ...], first_language: int, layers: int) -> list[TimedPass]:
+    """The passes of a micro-batch, one for each of ``PARTS``, of 0 seconds where a mark is missing."""
+    ends = dict(marks)
+    ends.setdefault("vision backward", ends.get("end", 0.0))
+    passes = []
+    for part in PARTS:
+        begin, end = _ENDS[part]
+        seconds = seconds_between(ends[begin], ends[end]) if begin in ends and end in ends else 0.0
+        of_layers = (0, first_language) if part.startswith("vision") else (first_language, layers)
+        passes.append(TimedPass(of_layers, part.endswith("backward"), load, seconds))
+    return passes
+
+
+def language_of(model: Any) -> Any:
+    """The LLM within a model of transformers; None where none has that name."""
+    names = ("language_model", "text_model")
+    found = (module for name, module in base_of(model).named_modules() if name.rpartition(".")[2] in names)
+    return next(found, None)
+
+
+class CalibratesCosts(TrainerCallback):  # type: ignore[misc]
+    """Times steps 3 to 20, has the ranks share the times once, and says by how much the promise was off.
+
+    The run's own packs stay as they are. They depend on its data and its seed alone, not on how busy a machine was,
+    and a run that goes on gets the same; the next run finds the costs in ``output_dir``.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        profile: ModelProfile,
+        packs: PacksCallback,
+        sampler: PackSampler,
+        replan: Callable[[CostModel], PackSampler] | None,
+        promise: Callable[[Costs | None], Gains],
+        source: str,
+    ) -> None:
+        self._trainer, self._profile, self._packs, self._sampler = trainer, profile, packs, sampler
+        self._replan, self._promise, self._source = replan, promise, source
+        self._levels = every_layer(recompute_of(trainer), len(profile.layers))
+        self._first_language = next(n for n, layer in enumerate(profile.layers) if layer.module == "language")
+        self._steps, self._timed = 0, list[tuple[dict[str, Mark], tuple[float, ...]]]()
+        self._timer: PassTimer | None = None
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
+        self._steps += 1
+        if self._steps == WARM_UP + 1:
+            self._timer = PassTimer(self._trainer.accelerator.unwrap_model(self._trainer.model_wrapped), args.device)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
+        if self._timer is None:
+            return
+        marks, self._timer.marks = self._timer.marks, []
+        loads = sizes_of(self._packs.held(state)[0][replicas_of(self._trainer)[0]])
+        if len(marks) == len(loads):
+            self._timed += zip(marks, loads, strict=True)
+        if self._steps == STEPS:
+            self._close()
+            self._calibrate(args)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
+        """Leave the model as it was, however few steps there were."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._timer is not None:
+            self._timer.close()
+        self._timer = None
+
+    def _calibrate(self, args: Any) -> None:
+        layers, most = len(self._profile.layers), max(MOST_PASSES // (len(PARTS) * args.world_size), 1)
+        kept = self._timed[:: max(-(-len(self._timed) // most), 1)]
+        gathered = gather([passes_of(*each, self._first_language, layers) for each in kept])
+        passes = [each for of_rank in gathered for of_micro_batch in of_rank for each in of_micro_batch]
+        if MEETINGS[self._packs.layout] == "phase":
+            passes = self._heaviest(gathered)
+        found = calibrate(self._profile, passes, self._levels, device=device_name(args.device))
+        if found is None:  # on all ranks alike: all fit the same passes
+            return
+        before, now = self._packs.costs, phase_costs(found.apply(self._profile), recompute=self._levels[0])
+        self._packs.costs = now
+        if self._trainer.is_world_process_zero():
+            print(self._report(found, self._promise(before).whole, now))
+
+    def _heaviest(self, gathered: Sequence[Sequence[Sequence[TimedPass]]]) -> list[TimedPass]:
+        """Of the passes that ranks begin and end together, those of the rank with most to do: the others wait."""
+        counted = phase_costs(self._profile, recompute=self._levels[0])
+        return [
+            max(alike, key=lambda each: float(counted[part](Load(*each.load))))
+            for of_ranks in zip(*gathered, strict=False)
+            for part, alike in zip(PARTS, zip(*of_ranks, strict=True), strict=True)
+        ]
+
+    def _report(self, found: Calibration, promised: float, now: Costs) -> str:
+        """Keep the costs for the next run, and say what they are and promise."""
+        told = (
+            f"omnibal: steps {WARM_UP + 1} to {STEPS} measured: {found}; promised {promised:.2f}x the samples a second "
+            f"of random batches, {self._source}; now {self._promise(now).whole:.2f}x, measured"
+        )
+        cost, gain = self._sampler.cost, 0.0
+        if self._replan is not None and found.error <= MOST_ERROR:
+            cost, gain = better_cost(self._sampler, self._replan, now, self._packs.layout)
+        if gain:
+            told += f"; packs of the next run into this output_dir are even in these costs, {gain:.1%} off a step"
+        path = Path(str(self._trainer.args.output_dir)) / FILE
+        try:
+            path.write_text(found.line(pack_cost=None if cost is None else asdict(cost)))
+        except OSError as error:
+            told += f"; {path} cannot be written: {error}"
+        return told
+
+
+def better_cost(
+    sampler: PackSampler, replan: Callable[[CostModel], PackSampler], costs: Costs, layout: Sharding
+) -> tuple[CostModel | None, float]:
+    """The cost to make packs even in, and the share of a step's seconds that it takes off.
+
+    The one of the sampler stays unless whole micro-batches' cost, or the LLM's, takes off ``LEAST_GAIN`` in simulated
+    steps: packs are even in vision units anyway, and a wrong cost beside these matters little for tiles.
+    """
+
+    def seconds(of_sampler: PackSampler) -> float:
+        return step_seconds(first_steps(of_sampler), costs, layout) / samples_per_step(of_sampler)
+
+    language = costs["language forward"] + costs["language backward"]
+    whole = costs["vision forward"] + language + costs["vision backward"]
+    # The fixed part is the same for all packs.
+    found = {replace(cost, fixed=0.0): seconds(replan(replace(cost, fixed=0.0))) for cost in (language, whole)}
+    best = min(found, key=lambda cost: found[cost])
+    gain = 1 - found[best] / seconds(sampler)
+    return (best, gain) if gain >= LEAST_GAIN else (sampler.cost, 0.0)

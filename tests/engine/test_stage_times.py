@@ -1,0 +1,96 @@
+"""A pipeline's first steps are timed by stage, and correct the costs that plans are made with."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from omnibal import train as train_file
+from omnibal.cli.main import app
+from omnibal.cluster import Cluster
+from omnibal.config import layout_of
+from omnibal.cost import Load
+from omnibal.data.epoch import arrange_epoch
+from omnibal.data.limits import PackLimits
+from omnibal.device import Device
+from omnibal.engine import stage_times
+from omnibal.pipeline.partition import Partition
+from omnibal.plan import Plan
+from omnibal.planner.packings import Packing, spread_steps
+from omnibal.planner.prediction import predict
+from omnibal.profile.calibration import STEPS, Calibration
+from omnibal.profile.counted import analytic_profile
+from omnibal.profile.records import ModelProfile, every_layer
+from omnibal.report.training import read_metrics
+from omnibal.train import train
+from omnibal.workspace import Workspace
+from tests.engine.cases import SmallDataset, changed, settings
+from tests.engine.launch import launch
+from tests.engine.small import NUM_LAYERS, save_small_model
+
+pytestmark = pytest.mark.distributed
+LIMITS, CUT = PackLimits(4, 48), 5
+
+
+def timed_runs(configs):
+    """What this rank says of runs on a clock whose every mark is a second behind the one before."""
+    seconds, said = itertools.count(), []
+    real = stage_times.mark, train_file.tqdm
+
+    class Bar(train_file.tqdm):
+        def write(self, text):
+            said.append(text)
+
+    stage_times.mark, train_file.tqdm = lambda device: float(next(seconds)), Bar
+    try:
+        engines = [train(config, dataset=SmallDataset()) for config in configs]
+    finally:
+        stage_times.mark, train_file.tqdm = real
+    return said, [engine.stage_times for engine in engines]
+
+
+def predicted_plan(config, folder):
+    records, lengths = Workspace.read(config).records, SmallDataset().lengths()
+    profile = analytic_profile(records, Device.named("A100-80GB"), dtype="float32")
+    plan = Plan(
+        LIMITS, 2, Partition((0, CUT, NUM_LAYERS)), every_layer("full", NUM_LAYERS), layout=layout_of(config, 2, 1),
+        cluster=Cluster(1, 2, Device.named("A100-80GB")),
+    )  # fmt: skip
+    epoch = arrange_epoch(lengths, LIMITS, num_replicas=1, micro_batches=2)
+    packing = Packing.of(epoch, lengths, LIMITS, spread_steps(epoch.num_steps, 4))
+    replace(plan, predicted=predict(profile, plan, packing)).save(folder / "plan.json")
+    return str(folder / "plan.json")
+
+
+def test_passes_of_stages_correct_the_costs_that_a_plan_is_made_with(tmp_path):
+    save_small_model(tmp_path / "model")
+    base = settings(tmp_path / "model", num_stages=2)
+    ways = {"planned": {"plan": predicted_plan(base, tmp_path)}, "split": {"schedule": "zero-bubble"}}
+    ways["split"]["partition"] = [0, CUT, NUM_LAYERS]
+    configs = [
+        changed(changed(base, "run", epochs=30, max_steps=STEPS + 1, output=str(tmp_path / name)), "pipeline", **way)
+        for name, way in ways.items()
+    ]
+    (said, left), (_, left_behind) = launch(2, "tests.engine.test_stage_times:timed_runs", configs)
+    assert left == left_behind == [None, None]
+    told = [text for text in said if text.startswith("steps 3 to 20 measured: vision ")]
+    assert len(told) == len(configs)
+    assert "; a step was promised to take " in told[0]
+    assert " s by measured costs, and took " in told[0]
+    assert f"--measured {tmp_path}/split/metrics.jsonl` writes these costs" in told[1]
+    for config, name in zip(configs, ways, strict=True):
+        metrics = tmp_path / name / "metrics.jsonl"
+        assert len(read_metrics(metrics).steps) == STEPS + 1
+        layers = Workspace.read(config).corrected_profile(Calibration.load(metrics)).layers
+        for stage in (layers[:CUT], layers[CUT:]):  # a forward pass of either takes a second
+            assert sum(float(layer.forward_seconds(Load(3, 40, 400))) for layer in stage) == pytest.approx(1, rel=0.2)
+
+    (tmp_path / "ds_config.json").write_text(json.dumps(configs[0]))
+    out, metrics = tmp_path / "corrected.json", tmp_path / "planned" / "metrics.jsonl"
+    result = CliRunner().invoke(
+        app, ["profile", str(tmp_path / "ds_config.json"), str(out), "--measured", str(metrics)]
+    )
+    assert result.exit_code == 0, result.output
+    assert ModelProfile.load(out).device == Calibration.load(metrics).device
