@@ -22,6 +22,7 @@ _EXTRAS: Final = {
     "peft": "lora",
     "datasets": "data",
     "av": "video",
+    "soundfile": "audio",
 }
 ENGINE_MODULES: Final = ("torch", "transformers", "safetensors", "deepspeed")  # needed to run a pipeline
 # Of a message; what it repeats of a file or an argument may be of any length.

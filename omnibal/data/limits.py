@@ -69,6 +69,12 @@ class PackLimits:
         most = getattr(self, encoder)
         return MOST if most is None else int(most)
 
+    @property
+    def in_words(self) -> str:
+        """The limits for people."""
+        sounds = "" if self.sound_units is None else f" and {self.sound_units} sound units"
+        return f"{self.vision_units} vision units and {self.llm_tokens} LLM tokens{sounds}"
+
     def record(self) -> dict[str, int]:
         """The limits as JSON values, by name; an encoder without a limit is left out."""
         return {name: value for name, value in asdict(self).items() if value is not None}
@@ -93,8 +99,8 @@ class PackLimits:
         """
         if len(self.oversized(lengths)) == len(lengths):
             raise DataError(
-                f"limits must hold at least one sample, got {self.vision_units} vision units and {self.llm_tokens} LLM "
-                f"tokens, which all {len(lengths)} samples exceed; raise the limits, the "
+                f"limits must hold at least one sample, got {self.in_words}, which all {len(lengths)} samples exceed; "
+                "raise the limits, the "
                 f"largest samples have {lengths.summary.max_vision_units} and {lengths.summary.max_llm_tokens}"
             )
 
@@ -107,9 +113,11 @@ class PackLimits:
         over = self.oversized(lengths)
         if len(over):
             first = over[0]
+            sounds = [] if self.sound_units is None else [*lengths.further_units().values()]
+            found = [int(units[first]) for units in (lengths.vision_units, lengths.llm_tokens, *sounds)]
             raise DataError(
-                f"samples must keep the limits of {self.vision_units} vision units and {self.llm_tokens} LLM tokens, "
-                f"got {lengths.vision_units[first]} and {lengths.llm_tokens[first]} for sample {first} "
+                f"samples must keep the limits of {self.in_words}, "
+                f"got {' and '.join(map(str, found))} for sample {first} "
                 f"({len(over)} samples in all); raise the limits, or pass oversized='alone' or 'drop'"
             )
 

@@ -150,8 +150,8 @@ class PackingSpec:
             return "no sample exceeds the limits"
         fate = "are left out" if self.oversized == "drop" else "have packs of their own"
         named = ", ".join(map(str, over[:MOST_NAMED])) + (", …" if len(over) > MOST_NAMED else "")
-        limits = f"{self.limits.vision_units} vision units and {self.limits.llm_tokens} LLM tokens"
-        return f"{len(over)} of {len(self.lengths)} samples exceed the limits of {limits} and {fate}: {named}"
+        exceed = f"exceed the limits of {self.limits.in_words}"
+        return f"{len(over)} of {len(self.lengths)} samples {exceed} and {fate}: {named}"
 
     def fingerprint(self) -> Mapping[str, Any]:
         """The spec in a few JSON values, equal exactly if the same epochs come out."""

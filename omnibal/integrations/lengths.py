@@ -80,14 +80,21 @@ def measured(collator: Any, dataset: Dataset, num_workers: int = 0) -> SampleLen
                 bar.update(len(part))
     except RuntimeError as error:  # a worker was killed, as where memory does not suffice
         problem = said(error)
-    loads = np.zeros((len(dataset), 4), dtype=np.int64)
-    whole = [(*each, 0)[:4] for each in found]
-    own_loads = np.reshape(whole, (-1, 4)) if problem is None else DataError(problem)
+    loads = np.zeros((len(dataset), 5), dtype=np.int64)
+    # A user's own measure may know of no videos and no sounds.
+    whole = [(*each, 0, 0)[:5] for each in found]
+    own_loads = np.reshape(whole, (-1, 5)) if problem is None else DataError(problem)
     for number, theirs in enumerate(gather(own_loads)):
         loads[number::num_ranks] = theirs
-    vision_units, llm_tokens, target_tokens, video_units = loads.T
-    videos = video_units if video_units.any() else None
-    return SampleLengths(vision_units, llm_tokens, target_tokens=target_tokens, video_units=videos)
+    vision_units, llm_tokens, target_tokens, video_units, sound_units = loads.T
+    return SampleLengths(
+        vision_units,
+        llm_tokens,
+        target_tokens=target_tokens,
+        video_units=video_units if video_units.any() else None,
+        sound_units=sound_units if sound_units.any() else None,
+        unit_name=getattr(collator, "unit_name", None),
+    )
 
 
 def kept_lengths(
@@ -135,4 +142,4 @@ def with_sources(lengths: SampleLengths, dataset: Any) -> SampleLengths:
     if lengths.source is not None or not isinstance(dataset, ConcatDataset):
         return lengths
     parts = np.searchsorted(dataset.cumulative_sizes, np.arange(len(lengths)), side="right")
-    return SampleLengths(**lengths.columns(), source=parts)
+    return SampleLengths(**lengths.columns(), source=parts, unit_name=lengths.vision_unit)

@@ -20,13 +20,18 @@ from omnibal.data.packs import Packs
 from omnibal.errors import DataError
 from omnibal.feeds.sampler import BalancedBatchSampler
 
-Loads = tuple[int, int, int] | tuple[int, int, int, int]
-"""Vision units, LLM tokens and target tokens of a sample; of one with videos also the vision units that they bring."""
+Loads = tuple[int, ...]
+"""Vision units, LLM tokens and target tokens of a sample; of one with videos also the vision units that they bring; of
+one with sounds beside images that and sound units."""
+WINDOWS = "windows"
+"""What the first encoder counts where a model hears and does not see."""
 
 
-def loads_of(images: int, videos: int, llm_tokens: int, target_tokens: int) -> Loads:
-    """Loads from the vision units of images and of videos; videos are named where there are any."""
+def loads_of(images: int, videos: int, llm_tokens: int, target_tokens: int, sound_units: int = 0) -> Loads:
+    """Loads from the vision units of images and of videos; videos and sounds are named where there are any."""
     loads = images + videos, llm_tokens, target_tokens
+    if sound_units:
+        return (*loads, videos, sound_units)
     return (*loads, videos) if videos else loads
 
 
@@ -45,10 +50,10 @@ class Pack(list[int]):
 class PackSampler(BalancedBatchSampler):
     """A ``BalancedBatchSampler`` whose packs say which fillers they need.
 
-    Images are a kind of input and videos another: a model runs its ViT once for each. A pack without a kind gets the
-    smallest sample with it as a filler where another pack of the step has that kind, with ``image_in_every_pack`` in
-    all steps; an empty pack gets the smallest sample. Limits do not count fillers. Every rank has its own packs, so the
-    host must not deal them to its ranks again.
+    Images are a kind of input, videos another and sounds a third: a model runs an encoder once for each. A pack without
+    a kind gets the smallest sample with it as a filler where another pack of the step has that kind, with
+    ``image_in_every_pack`` in all steps; an empty pack gets the smallest sample. Limits do not count fillers. Every
+    rank has its own packs, so the host must not deal them to its ranks again.
 
     >>> sampler = PackSampler(SampleLengths([2, 1, 0], [50, 30, 20]), PackLimits(2, 60), num_replicas=3, rank=0)
     >>> sorted((pack, pack.fillers) for pack in sampler.packs_of_all_ranks(step=0))
@@ -162,12 +167,12 @@ class PlannedLoads:
         self,
         samples: Sequence[int],
         found: Sequence[tuple[int | None, ...]],
-        vision_units: tuple[int, int] | None = None,
+        vision_units: tuple[int, int, int] | None = None,
     ) -> None:
         """Compare the loads of a pack's samples with the plan, or ``vision_units`` of all of them together.
 
-        Those are all vision units, and the ones of videos. A sample's own vision units may be None, as where a padded
-        batch has the images of all of its samples.
+        Those are all vision units, the ones of videos, and sound units. A sample's own vision units may be None, as
+        where a padded batch has the images of all of its samples.
         """
         planned = [self._planned(sample) for sample in samples]
         for sample, expected, loads in zip(samples, planned, found, strict=True):
@@ -176,20 +181,24 @@ class PlannedLoads:
         chosen, videos = list(samples), self._lengths.video_units
         planned_units = int(self._lengths.vision_units[chosen].sum())
         planned_videos = 0 if videos is None else int(videos[chosen].sum())
-        units, of_videos = vision_units or (
+        sounds, hears_alone = self._lengths.sound_units, self._lengths.vision_unit == WINDOWS
+        planned_sounds = 0 if sounds is None else int(sounds[chosen].sum())
+        units, of_videos, of_sounds = vision_units or (
             sum(loads[0] or 0 for loads in found),
             sum(loads[3] or 0 for loads in found if len(loads) > 3),
+            sum(loads[4] or 0 for loads in found if len(loads) > 4),
         )
         numbers = f"samples {', '.join(map(str, samples))}"
         kinds = (
-            ("an image", planned_units - planned_videos, units - of_videos),
+            ("a sound" if hears_alone else "an image", planned_units - planned_videos, units - of_videos),
             ("a video", planned_videos, of_videos),
+            ("a sound", planned_sounds, of_sounds),
         )
         for kind, expected_units, own in kinds:
             if expected_units and not own:
                 raise DataError(
                     f"{numbers} must have {kind} among them, as planned, got none; the other ranks would wait for this "
-                    "one's ViT"
+                    f"one's {'encoder' if kind == 'a sound' else 'ViT'}"
                 )
         if vision_units is not None and units != planned_units:
             self._note(numbers, f"vision units together, {planned_units}, got {units}")

@@ -20,15 +20,15 @@ from omnibal.errors import ConfigError, DataError
 from omnibal.formats.collate import IGNORED, MropeRule, Positions, mrope_positions
 from omnibal.integrations.apart import KINDS, TYPES, StatefulLayers, mask_images
 from omnibal.integrations.leaks import compare
-from omnibal.integrations.loading import Loads, PackItems, PlannedLoads, loads_of
+from omnibal.integrations.loading import WINDOWS, Loads, PackItems, PlannedLoads, loads_of
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 
 ONE_ROW: Final = (
     *("internvl", "llava", "llava_next", "llava_onevision", "idefics3", "smolvlm", "aya_vision", "gemma3", "gemma4"),
-    *("lfm2_vl", "mistral3"),
+    *("lfm2_vl", "mistral3", "qwen2_audio"),
 )
-FOUR_ROWS: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v")
+FOUR_ROWS: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "qwen2_5_omni_thinker")
 STATEFUL: Final = ("qwen3_5", "lfm2_vl")
 """Families with layers that carry a state along a row: `check_packed` lets them keep samples apart."""
 FAMILIES: Final[Mapping[str, bool]] = MappingProxyType(dict.fromkeys(ONE_ROW, False) | dict.fromkeys(FOUR_ROWS, True))
@@ -36,12 +36,13 @@ FAMILIES: Final[Mapping[str, bool]] = MappingProxyType(dict.fromkeys(ONE_ROW, Fa
 text's; other types pack if they prove to at the start."""
 PER_TOKEN: Final = ("input_ids", "labels", *TYPES)
 PER_VIDEO: Final = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+PER_SOUND: Final = ("input_features", "feature_attention_mask")
 PER_IMAGE: Final = (
     *("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images", "pixel_attention_mask"),
-    *("spatial_shapes", "image_position_ids", *PER_VIDEO),
+    *("spatial_shapes", "image_position_ids", *PER_VIDEO, *PER_SOUND),
 )
-SIZED: Final = frozenset({"image_sizes", "pixel_attention_mask"})
-"""Tensors that tell how much of an image is real: beside them smaller images may be padded to the largest."""
+SIZED: Final = frozenset({"image_sizes", "pixel_attention_mask", "feature_attention_mask"})
+"""Tensors that tell how much of an image or a sound is real: beside them smaller ones may be padded to the largest."""
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of one row of an image's tensor: a tile, a patch, an image."""
@@ -52,6 +53,8 @@ WHY_LEFT_OUT: Final = MappingProxyType(
 )
 """Fields that packs cannot have, whether the model names them or not, and why."""
 CHECKED_TOKENS: Final = 8
+LEAST_FRAMES: Final = 7
+"""Fewer are one token, which Qwen2-Audio's code in transformers takes for a sound whose tokens are yet to come."""
 
 
 def positions_of(config: Any) -> Positions | None:
@@ -229,7 +232,36 @@ class PackCollator(SampleCollator):
 
     def loads(self, sample: Mapping[str, Tensor]) -> Loads:
         videos, units = (len(sample.get(name, ())) for name in ("pixel_values_videos", "pixel_values"))
-        return loads_of(units, videos, len(sample["input_ids"]), int((sample["labels"] != IGNORED).sum()))
+        targets, sounds = int((sample["labels"] != IGNORED).sum()), sounds_of(sample, self._arguments)
+        return loads_of(units + sounds[0], videos, len(sample["input_ids"]), targets, sounds[1])
+
+    @property
+    def unit_name(self) -> str | None:
+        """What the first encoder counts, where it is not a ViT."""
+        return WINDOWS if hears_alone(self._arguments) else None
+
+
+def hears_alone(arguments: frozenset[str] | None) -> bool:
+    """Whether a model takes sounds and no images: its only encoder is then the first."""
+    return arguments is not None and PER_SOUND[0] in arguments and "pixel_values" not in arguments
+
+
+def sounds_of(fields: Mapping[str, Tensor], arguments: frozenset[str] | None) -> tuple[int, int]:
+    """Windows of sound where a model hears alone, and positions of the encoder where it sees, too; 0 for the other one.
+
+    Qwen2-Audio's encoder sees whole windows, whatever is real of them; Qwen2.5-Omni's only what is real, and a
+    convolution halves the frames.
+    """
+    features, mask = (fields.get(name) for name in PER_SOUND)
+    if features is None:
+        return 0, 0
+    if mask is not None and hears_alone(arguments) and (shortest := int(mask.sum(dim=1).min())) < LEAST_FRAMES:
+        raise DataError(f"sounds must have at least {LEAST_FRAMES} frames (0.07 s) for Qwen2-Audio, got {shortest}")
+    if hears_alone(arguments):
+        return len(features), 0
+    if mask is None:
+        raise DataError("data_collator must give feature_attention_mask beside input_features, got none")
+    return 0, int(((mask.sum(dim=1) - 1) // 2 + 1).sum())
 
 
 def unpadded_images(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -16,9 +16,17 @@ from omnibal.cost import Load
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
+from omnibal.errors import ConfigError
 from omnibal.formats.collate import IGNORED
-from omnibal.integrations.loading import Loads, PackItems, PackSampler, PlannedLoads, loads_of
-from omnibal.integrations.packing import Collator, PackCollator, refuse_missing, unpadded_images
+from omnibal.integrations.loading import WINDOWS, Loads, PackItems, PackSampler, PlannedLoads, loads_of
+from omnibal.integrations.packing import (
+    Collator,
+    PackCollator,
+    hears_alone,
+    refuse_missing,
+    sounds_of,
+    unpadded_images,
+)
 
 PLANNED_SHARE: Final = 0.75
 """Share of the limits that packs are planned with: the rest is for padding, and for what sorting leaves uneven.
@@ -36,6 +44,10 @@ class PaddedSampler(PackSampler):
     """
 
     def __init__(self, lengths: SampleLengths, limits: PackLimits, **options: Any) -> None:
+        if limits.sound_units is not None:
+            raise ConfigError(
+                f"limits of padded batches must have no sound_units, got {limits.sound_units}; LLM tokens bound them"
+            )
         planned = PackLimits(*(max(int(PLANNED_SHARE * most), 1) for most in (limits.vision_units, limits.llm_tokens)))
         super().__init__(lengths, planned, **options)
         self._most = limits
@@ -144,14 +156,29 @@ class PaddedCollator:
         batch = self._collated(drawn.items)
         if self._planned is not None:  # a row tells its tokens, pixel_values only the images of all rows
             rows = [(None, *row) for row in _rows(batch)]
-            self._planned.check(drawn.samples, rows, _units(batch))
+            self._planned.check(drawn.samples, rows, self._units(batch))
         batch["labels"][len(drawn.samples) - drawn.num_fillers :] = IGNORED
         return batch
 
     def measure(self, dataset: Any, numbers: Sequence[int]) -> list[Loads]:
         """Loads of some samples, each of which is read once."""
         batches = (self._collated([dataset[number]]) for number in numbers)
-        return [loads_of(units - videos, videos, *_rows(b)[0]) for b in batches for units, videos in [_units(b)]]
+        return [
+            loads_of(units - videos, videos, *_rows(batch)[0], sounds)
+            for batch in batches
+            for units, videos, sounds in [self._units(batch)]
+        ]
+
+    @property
+    def unit_name(self) -> str | None:
+        """What the first encoder counts, where it is not a ViT."""
+        return WINDOWS if hears_alone(self._arguments) else None
+
+    def _units(self, batch: Mapping[str, Tensor]) -> tuple[int, int, int]:
+        """Vision units (or windows of sound), those of videos, and sound units."""
+        units, videos = _units(batch)
+        windows, positions = sounds_of(batch, self._arguments)
+        return units + windows, videos, positions
 
     def _collated(self, items: Sequence[Any]) -> dict[str, Any]:
         batch = {name: value for name, value in self._collate(list(items)).items() if value is not None}

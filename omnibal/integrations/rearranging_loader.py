@@ -156,6 +156,8 @@ class RearrangingLoader:
             read = [[self._collator.sample(item) for item in batch] for batch in islice(batches, self._micro_batches)]
             if any("pixel_values_videos" in sample for sample in chain(*read)):
                 raise DataError("samples must hold images and text to be rearranged, got a video; balance packs videos")
+            if any("input_features" in sample for sample in chain(*read)):
+                raise DataError("samples must hold images and text to be rearranged, got a sound; balance packs sounds")
             tokens = [self._tokens(batch) for batch in read]
             state = self._source.state_dict() if hasattr(self._source, "state_dict") else None
             told = [self._sizes(batch) for batch in read], rows_of_images(chain(*read))

@@ -15,7 +15,15 @@ from omnibal.feeds.feed import Step
 from omnibal.feeds.stream import StreamFeed
 from omnibal.integrations.loading import Loads
 from omnibal.integrations.loops import TOKEN_WEIGHT, ItemCollator, item_loads
-from omnibal.integrations.packing import Collator, PackCollator, arguments_of, check_packed, positions_of, two_texts
+from omnibal.integrations.packing import (
+    PER_SOUND,
+    Collator,
+    PackCollator,
+    arguments_of,
+    check_packed,
+    positions_of,
+    two_texts,
+)
 from omnibal.ranks import gather, new_gloo_group, place
 
 StreamCollator = PackCollator | ItemCollator
@@ -94,9 +102,10 @@ class StreamLoader:
 
     def _read(self, item: Any) -> BufferedSample:
         held = self._collator.sample(item)
-        vision_units, llm_tokens, target_tokens, *videos = self._collator.loads(held)
-        if videos:
-            raise DataError("a sample of a stream must hold images and text, got a video; index the data for balance")
+        vision_units, llm_tokens, target_tokens, *others = self._collator.loads(held)
+        if others or PER_SOUND[0] in held:
+            kind = "a sound" if PER_SOUND[0] in held else "a video"
+            raise DataError(f"a sample of a stream must hold images and text, got {kind}; index the data for balance")
         return BufferedSample(held, (vision_units, llm_tokens, target_tokens))
 
     def _batch(self, samples: list[BufferedSample], filler: BufferedSample | None, wants_image: bool) -> Any:

@@ -91,7 +91,14 @@ def fit_step(
     best = min(found, key=search.off)
     if search.off(best) > KEPT:
         best = min(best, search.with_fewer_tokens(best), key=search.off)
-    return StepSize(_unscaled(best.limits), best.micro_batches) if padded else best
+    if padded:
+        return StepSize(_unscaled(best.limits), best.micro_batches)
+    if most is None or most.sound_units is None:
+        return best
+    chosen = best.limits
+    return StepSize(
+        PackLimits(chosen.vision_units, chosen.llm_tokens, sound_units=most.sound_units), best.micro_batches
+    )
 
 
 def _scaled(limits: PackLimits, share: float) -> PackLimits:

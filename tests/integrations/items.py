@@ -8,6 +8,7 @@ from omnibal.integrations.losses import loss_per_target
 from omnibal.integrations.packing import PER_IMAGE
 from tests.families.models import DROPPED_IN, PATCH, PINPOINTS, small_config
 from tests.families.models import TILE as FIRST_TILE
+from tests.integrations.sounds import SOUND_MODELS, sound_config, sound_items, sound_items_of_kinds
 from tests.vlm.families import IMAGE_TOKEN, VIDEO_TOKEN, family_samples
 
 TILED = ("idefics3", "smolvlm")
@@ -34,6 +35,8 @@ SHAPES = [
 
 def config_of(model_type):
     """A small model's configuration; with two layers of a kind, which gradients pass and processes train fast."""
+    if model_type in SOUND_MODELS:
+        return sound_config(model_type)
     config = small_config(model_type)
     if model_type in DROPPED_IN:
         return config
@@ -47,10 +50,11 @@ def config_of(model_type):
 def items_of(model_type):
     """Samples with several images of unequal sizes, one or none."""
     match model_type:
-        case "idefics3" | "smolvlm":
-            return [item | {"pixel_values": by_row(item["pixel_values"])} for item in _tiled_items(TOKENS_PER_TILE)]
-        case "gemma3" | "aya_vision":
-            return _tiled_items(TOKENS_PER_TILE)
+        case "qwen2_audio" | "qwen2_5_omni_thinker":
+            return sound_items(model_type)
+        case "idefics3" | "smolvlm" | "gemma3" | "aya_vision":
+            rows = by_row if model_type in TILED else (lambda pixels: pixels)
+            return [item | {"pixel_values": rows(item["pixel_values"])} for item in _tiled_items(TOKENS_PER_TILE)]
         case "lfm2_vl" | "mistral3" | "gemma4":
             return _sized_items(model_type)
         case "paligemma":
@@ -126,6 +130,8 @@ def _sized_image(model_type, rows, columns, generator):
 
 def items_of_kinds(model_type, kinds):
     """A sample of each kind, of unlike sizes, for one of Qwen's models."""
+    if model_type in SOUND_MODELS:
+        return sound_items_of_kinds(kinds)
     generator = torch.Generator().manual_seed(5)
     return [_item_of_kind(model_type, kind.split("+"), number, generator) for number, kind in enumerate(kinds)]
 
@@ -153,7 +159,8 @@ class Collate:
     """Pads to a multiple of eight, as many collators do."""
 
     def __init__(self, model_type):
-        self.model_type, self.with_types = model_type, "qwen" in model_type or model_type in ("glm4v", "gemma4")
+        self.model_type = model_type
+        self.with_types = model_type not in SOUND_MODELS and ("qwen" in model_type or model_type in ("glm4v", "gemma4"))
 
     def __call__(self, items):
         longest = -max(len(item["input_ids"]) for item in items) // 8 * -8

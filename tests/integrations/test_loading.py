@@ -108,7 +108,7 @@ def test_a_kind_that_was_planned_must_be_there():
     ):
         PlannedLoads(lengths, absorb=True).check([0, 1], [(8, 20, 1, 0), (16, 31, 1, 0)])
     with pytest.raises(DataError, match="must have an image among them"):
-        PlannedLoads(lengths, absorb=True).check([0, 1], [(None, 20, 1), (None, 30, 1)], (16, 16))
+        PlannedLoads(lengths, absorb=True).check([0, 1], [(None, 20, 1), (None, 30, 1)], (16, 16, 0))
 
 
 def test_a_pack_keeps_its_filler_on_the_way_to_a_worker():

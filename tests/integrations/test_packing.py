@@ -10,6 +10,7 @@ from omnibal.integrations.loading import PackItems
 from omnibal.integrations.losses import loss_per_target
 from omnibal.integrations.packing import FAMILIES, PackCollator, arguments_of, check_packed, positions_of, two_texts
 from omnibal.integrations.padded import PaddedCollator
+from tests.families.models import EXPERTS, small_config
 from tests.integrations.items import Collate, collated_backward, config_of, items_of, items_of_kinds
 from tests.vlm.families import plain_family_model
 
@@ -89,6 +90,22 @@ def test_videos_of_models_whose_positions_are_not_known_are_refused():
     (item,) = items_of_kinds("qwen2_vl", ["video"])
     with pytest.raises(DataError, match=r"must leave out pixel_values_videos, video_grid_thw .*: packs hold videos of"):
         collator.sample(item)
+
+
+def test_internvl_with_experts_packs():
+    """InternVL3.5-30B-A3B: each token's experts are its own, whoever shares the pack."""
+    config = small_config("internvl", text={"model_type": "qwen3_moe", "num_hidden_layers": 2} | EXPERTS)
+    plain, items = plain_family_model(config), items_of("internvl")
+    assert any("experts" in name for name, _ in plain.named_parameters())
+    check_packed(plain, collator_of("internvl"), items[:4])
+    collated_backward(plain, items[:5], "internvl")
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
+    plain.zero_grad()
+    pack = collator_of("internvl")(drawn_of("internvl", range(5)))
+    labels = pack.pop("labels")
+    loss_per_target(plain(**pack), labels).backward()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(plain.get_parameter(name).grad, gradient, rtol=1e-3, atol=1e-5)
 
 
 def test_a_filler_adds_zeros():

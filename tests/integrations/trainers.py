@@ -32,8 +32,11 @@ LIMITS = {
     "qwen2_5_vl": PackLimits(300, 90),
     "qwen3_vl": PackLimits(300, 90),
     "qwen3_vl_moe": PackLimits(300, 90),
+    "qwen2_audio": PackLimits(3, 60),
+    "qwen2_5_omni_thinker": PackLimits(80, 90, sound_units=60),
 }
 LAYERS = {"internvl": ["Qwen2DecoderLayer", "InternVLVisionLayer"], "qwen2_5_vl": ["Qwen2_5_VLDecoderLayer"]}
+LAYERS["qwen2_5_omni_thinker"] = ["Qwen2_5OmniDecoderLayer", "Qwen2_5OmniAudioEncoderLayer"]
 
 
 @dataclass(frozen=True)

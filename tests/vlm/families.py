@@ -10,6 +10,7 @@ from omnibal.formats.collate import pack_samples
 from omnibal.vlm import load_model
 from omnibal.vlm.weights import load_layer
 from tests.families.models import image_processor, small_config
+from tests.integrations.sounds import SOUND_MODELS
 
 TRAINED = tuple(model_type for model_type, family in FAMILIES.items() if family.layers)
 IMAGE_TOKEN, VIDEO_TOKEN = 600, 601
@@ -82,7 +83,9 @@ def shaken(module, seed=0):
 def plain_family_model(config):
     """Plain transformers, with shaken weights."""
     torch.manual_seed(1)
-    plain = shaken(AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa"))
+    model_class = SOUND_MODELS.get(config.model_type, AutoModelForImageTextToText)
+    make = getattr(model_class, "from_config", None) or model_class._from_config
+    plain = shaken(make(config, attn_implementation="sdpa"))
     plain.tie_weights()
     return plain
 
@@ -91,7 +94,7 @@ def plain_inputs(sample):
     """A sample as the Hugging Face model takes it."""
     images = {name: value for name, value in sample.items() if name not in ("input_ids", "labels")}
     ids = sample["input_ids"][None]
-    if {"image_grid_thw", "video_grid_thw"} & images.keys():
+    if {"image_grid_thw", "video_grid_thw"} & images.keys() and "attention_mask" not in images:
         images["mm_token_type_ids"] = (ids == IMAGE_TOKEN).long() + 2 * (ids == VIDEO_TOKEN).long()
     return {"input_ids": ids, "use_cache": False} | images
 

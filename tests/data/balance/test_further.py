@@ -64,6 +64,8 @@ def test_a_sound_over_its_limit_is_alone():
     assert {pack[0] for pack in packs if len(pack) == 1} >= set(over)
     kept = arrange_epoch(lengths, limits, num_replicas=2, oversized="drop").packs
     assert not set(over) & set(kept.samples)
+    with pytest.raises(DataError, match=r"limits of 16384 .* and 8192 LLM tokens and 1000 sound units, got \d+ and "):
+        limits.refuse_oversized(lengths)
     with pytest.raises(ConfigError, match="method must be 'balanced' where sounds have a limit, got 'isf'"):
         PackingSpec(lengths, limits, method="isf")
 

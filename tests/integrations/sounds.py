@@ -1,0 +1,101 @@
+"""Small models that hear, and samples with sounds, images, both and neither."""
+
+import torch
+from transformers import (
+    Qwen2_5OmniThinkerConfig,
+    Qwen2_5OmniThinkerForConditionalGeneration,
+    Qwen2AudioConfig,
+    Qwen2AudioForConditionalGeneration,
+)
+
+from tests.families.models import MROPE, NATIVE_MLP, PATCH, TEXT
+
+SOUND_MODELS = {
+    "qwen2_audio": Qwen2AudioForConditionalGeneration,
+    "qwen2_5_omni_thinker": Qwen2_5OmniThinkerForConditionalGeneration,
+}
+IMAGE_TOKEN, VIDEO_TOKEN, SOUND_TOKEN = 600, 601, 602
+IMAGE_BEGINS, IMAGE_ENDS, SOUND_BEGINS, SOUND_ENDS = 603, 604, 605, 606
+MELS, FRAMES = 8, 60
+HEARING = {
+    "num_mel_bins": MELS, "d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 24,
+    "max_source_positions": FRAMES // 2,
+}  # fmt: skip
+SOUNDS = [
+    ([33], [(4, 4)], 7),
+    ([], [], 5),
+    ([60, 7], [], 9),
+    ([], [(2, 6), (4, 8)], 4),
+    ([12], [(6, 4)], 6),
+    ([21], [], 12),
+    ([], [], 30),
+    ([50], [(4, 4)], 5),
+    ([9], [], 8),
+    ([], [(8, 4)], 11),
+    ([44], [], 6),
+]
+"""Of each sample the frames of its sounds, the (rows, columns) of its images' patches, and its words."""
+
+
+def sound_config(model_type):
+    """The configuration of a small model."""
+    text = TEXT | {"num_hidden_layers": 2}
+    if model_type == "qwen2_audio":
+        return Qwen2AudioConfig(
+            audio_config=dict(HEARING), text_config={"model_type": "qwen2", **text}, audio_token_index=SOUND_TOKEN
+        )
+    tokens = {"audio_token_index": SOUND_TOKEN, "image_token_index": IMAGE_TOKEN, "video_token_index": VIDEO_TOKEN}
+    tokens |= {"vision_start_token_id": IMAGE_BEGINS, "audio_start_token_id": SOUND_BEGINS}
+    return Qwen2_5OmniThinkerConfig(
+        audio_config=HEARING | {"n_window": 10, "output_dim": 24},
+        vision_config=NATIVE_MLP | {"window_size": 32, "fullatt_block_indexes": [1, 3]},
+        text_config=text | MROPE | {"num_hidden_layers": 2},
+        **tokens,
+    )
+
+
+def sound_items(model_type):
+    """Samples for such a model; Qwen2-Audio sees no images."""
+    generator = torch.Generator().manual_seed(7)
+    return [
+        sound_item(sounds, [] if model_type == "qwen2_audio" else images, words, generator)
+        for sounds, images, words in SOUNDS
+    ]
+
+
+def sound_item(sounds, images, words, generator):
+    """A sample with sounds of so many frames and images of so many patches, words between; the last half is learned."""
+    text = torch.randint(4, IMAGE_TOKEN, (words,), generator=generator).tolist()
+    ids = text[:1]
+    for frames in sounds:
+        ids += [SOUND_BEGINS, *[SOUND_TOKEN] * ((((frames - 1) // 2 + 1) - 2) // 2 + 1), SOUND_ENDS]
+    for rows, columns in images:
+        ids += [IMAGE_BEGINS, *[IMAGE_TOKEN] * (rows * columns // 4), IMAGE_ENDS]
+    ids += text[1:]
+    labels = [-100] * (len(ids) - words // 2) + ids[len(ids) - words // 2 :]
+    # Qwen2.5-Omni counts positions in three rows only where it gets a mask.
+    item = {"input_ids": torch.tensor(ids), "labels": torch.tensor(labels), "attention_mask": torch.ones(1, len(ids))}
+    item["pixel_values"] = None
+    if sounds:
+        mask = (torch.arange(FRAMES) < torch.tensor(sounds)[:, None]).long()
+        item["input_features"] = torch.randn(len(sounds), MELS, FRAMES, generator=generator) * mask[:, None]
+        item["feature_attention_mask"] = mask
+    if images:
+        patches = sum(rows * columns for rows, columns in images)
+        item["pixel_values"] = torch.randn(patches, 3 * 2 * PATCH**2, generator=generator)
+        item["image_grid_thw"] = torch.tensor([(1, *sides) for sides in images])
+    return item
+
+
+def sound_items_of_kinds(kinds):
+    """A sample of each kind, such as ``"image+sound"``, of unlike sizes."""
+    generator = torch.Generator().manual_seed(5)
+    return [
+        sound_item(
+            [11 + 7 * (number % 6)] * kind.count("sound"),
+            [(2 + 2 * (number % 3), 4)] * kind.count("image"),
+            6 + number % 5,
+            generator,
+        )
+        for number, kind in enumerate(kinds)
+    ]
