@@ -18,10 +18,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from fcntl import LOCK_EX, flock
 from pathlib import Path
-from threading import Event, Thread
-from time import sleep, time
-from typing import Final
+from threading import Event, Thread, current_thread, main_thread
+from time import monotonic, sleep, time
+from typing import Any, Final
 
+ENDS: Final = (signal.SIGTERM, signal.SIGINT)
+AGAIN_SECONDS: Final = 2.0
 LAUNCHER: Final = (sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "warning")
 ERROR_MARKS: Final = ("Error:", "OutOfMemory")
 RUNNER, LAUNCH = "deepspeed", "deepspeed.launcher.launch"  # in the command lines of what starts a launch's processes
@@ -201,7 +203,36 @@ def end_with_launcher() -> None:
     _watch(launch, lambda: os.kill(os.getpid(), signal.SIGTERM))
     runner = _parent(launch)
     if os.environ.get("LOCAL_RANK", "0") == "0" and any(RUNNER in Path(word).name for word in _command(runner)[:3]):
-        _watch(runner, lambda: os.kill(launch, signal.SIGTERM))
+        # A launcher kills what has not ended 30 s behind its SIGTERM: a process that saves first is asked itself.
+        _watch(runner, lambda: os.kill(os.getpid() if _saves_first() else launch, signal.SIGTERM))
+
+
+class EndRequest:
+    """SIGTERM and Ctrl-C ask this process to end while the block runs, and do not end it at once.
+
+    A second Ctrl-C, ``AGAIN_SECONDS`` or more behind the first, ends it as ever: a launcher may pass one on twice.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._since = 0.0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "EndRequest":
+        if current_thread() is main_thread():  # no other thread can set what a signal does
+            self._before = {each: signal.signal(each, self._note) for each in ENDS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for each, before in self._before.items():
+            signal.signal(each, before)
+
+    def _note(self, number: int, frame: object) -> None:
+        if number == signal.SIGINT and self.signal is not None and monotonic() - self._since > AGAIN_SECONDS:
+            raise KeyboardInterrupt
+        if self.signal is None:
+            self.signal, self._since = signal.Signals(number), monotonic()
+            _say(f"{self.signal.name}: the step that runs is finished and saved, then all ranks end")
 
 
 def _watch(process: int, then: Callable[[], None]) -> None:
@@ -217,6 +248,10 @@ def _watch(process: int, then: Callable[[], None]) -> None:
         then()
 
     Thread(target=wait, name=f"watches {process}", daemon=True).start()
+
+
+def _saves_first() -> bool:
+    return isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), EndRequest)
 
 
 def _command(process: int) -> list[str]:

@@ -23,7 +23,7 @@ from omnibal.errors import ENGINE_MODULES, require
 
 require(*ENGINE_MODULES)
 
-from omnibal.processes import keep_extensions_apart, let_segments_grow
+from omnibal.processes import EndRequest, keep_extensions_apart, let_segments_grow
 
 let_segments_grow()
 
@@ -48,7 +48,7 @@ from omnibal.feeds.feed import Step
 from omnibal.plan import Plan
 from omnibal.profile.calibration import STEPS, WARM_UP
 from omnibal.profile.counted import analytic_profile, device_to_count
-from omnibal.ranks import rank_zero_first, rank_zero_only, run_on_all_ranks
+from omnibal.ranks import any_rank, rank_zero_first, rank_zero_only, run_on_all_ranks
 from omnibal.report.training import MetricsLog, peak_text, plot_training, read_metrics, run_table, training_table
 from omnibal.vlm.passes import device_name
 from omnibal.workspace import Workspace
@@ -72,7 +72,8 @@ def train(
 ) -> OmnibalEngine:
     """Train as the ds_config says, and leave checkpoints, metrics, loss curve and model in its ``run.output``.
 
-    Every process of a launch calls it with the same arguments.
+    Every process of a launch calls it with the same arguments. A SIGTERM or Ctrl-C to any of them, or to the launcher,
+    ends the run behind the step that runs, with a checkpoint of it and without evaluation and export.
 
     Args:
         config: The ds_config: its path or its content. This argument and the next two go to ``omnibal.initialize``.
@@ -85,7 +86,7 @@ def train(
         **others: Further arguments of ``omnibal.initialize``: ``optimizer``, ``lr_scheduler``, ``on_gradient``.
 
     Returns:
-        The engine, behind the last step.
+        The engine, behind the last step that was trained.
 
     Raises:
         ConfigError: ``run.output`` has checkpoints and neither ``resume`` nor ``restart`` is asked for, or both are; it
@@ -113,8 +114,8 @@ def train(
         if restart:
             rank_zero_only(lambda: _delete(checkpoints), doing="deletes checkpoints", where=engine.where)
         log = rank_zero_first(lambda: _begin(engine, workspace), doing="opens the log", where=engine.where)
-        _train(engine, run, log, partial(_evaluate, engine, evaluated, log, on_evaluation))
-        rank_zero_only(lambda: _finish(run), doing="exports the model", where=engine.where)
+        if _train(engine, run, log, partial(_evaluate, engine, evaluated, log, on_evaluation)):
+            rank_zero_only(lambda: _finish(run), doing="exports the model", where=engine.where)
     return engine
 
 
@@ -232,11 +233,23 @@ def _begin(engine: OmnibalEngine, workspace: Workspace) -> MetricsLog | None:
     return MetricsLog(files.metrics, first_step=engine.global_steps, device=device_name(engine.device))
 
 
-def _train(engine: OmnibalEngine, run: RunSection, log: MetricsLog | None, evaluate: Callable[[tqdm], None]) -> None:
+def _train(engine: OmnibalEngine, run: RunSection, log: MetricsLog | None, evaluate: Callable[[tqdm], None]) -> bool:
     """Train to the end of the last epoch, or to ``max_steps``; rank 0 has a log and shows the progress bar.
 
-    The memory of the second step is measured: by then the optimizer has its state.
+    The memory of the second step is measured: by then the optimizer has its state. The result is whether the last step
+    was reached, or a signal ended the run before.
     """
+    with EndRequest() as request:
+        return _steps(engine, run, log, evaluate, request)
+
+
+def _steps(
+    engine: OmnibalEngine,
+    run: RunSection,
+    log: MetricsLog | None,
+    evaluate: Callable[[tqdm], None],
+    request: EndRequest,
+) -> bool:
     second_step = engine.global_steps + 1
     last_step = run.max_steps or engine.global_steps + engine.loader.steps_left(run.epochs)
     bar = tqdm(
@@ -283,12 +296,19 @@ def _train(engine: OmnibalEngine, run: RunSection, log: MetricsLog | None, evalu
         if engine.stage_times is not None and done + 1 == STEPS:
             _calibrate(engine, timed, log, bar)
         is_last = engine.global_steps == last_step
+        ends = any_rank(request.signal is not None, engine.device) and not is_last
         # before an evaluation, which runs a caller's code and reads other data: what fails there must cost no step
-        if is_last or _due(engine.global_steps, run.save_every):
+        if is_last or ends or _due(engine.global_steps, run.save_every):
             engine.save_checkpoint(run.files.checkpoints, keep=run.keep)
+        if ends:
+            bar.close()
+            if log is not None:
+                LOG.warning("The run ends early, as asked: step %d is saved, --resume goes on", engine.global_steps)
+            return False
         if is_last or _due(engine.global_steps, run.evaluate_every):
             evaluate(bar)
     bar.close()
+    return True
 
 
 def _calibrate(engine: OmnibalEngine, timed: list[tuple[Step, float]], log: MetricsLog | None, bar: tqdm) -> None:

@@ -240,3 +240,32 @@ def test_one_process_of_a_machine_speaks_until_the_start_is_over(folder, capsys,
 def explaining():
     """Threads that explain a start."""
     return [thread for thread in threading.enumerate() if thread.name == processes.THREAD]
+
+
+def test_a_process_is_asked_to_end_once_and_a_second_interrupt_ends_it(monkeypatch, capsys):
+    before = signal.getsignal(signal.SIGTERM)
+    with processes.EndRequest() as request:
+        assert processes._saves_first() and request.signal is None
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)  # launchers send it behind an interrupt
+        os.kill(os.getpid(), signal.SIGINT)  # and some pass the interrupt on a second time
+        assert request.signal == signal.SIGINT
+        assert capsys.readouterr().err.count("is finished and saved, then all ranks end") == 1
+        monkeypatch.setattr(processes, "AGAIN_SECONDS", 0)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert not processes._saves_first()
+
+
+def test_the_end_of_the_runner_asks_a_process_that_saves_and_else_the_launcher(monkeypatch):
+    watched, sent = {}, []
+    monkeypatch.setattr(processes, "_watch", watched.__setitem__)
+    monkeypatch.setattr(processes, "_command", lambda process: ["python", "-m", "deepspeed.launcher.launch"])
+    monkeypatch.setattr(os, "kill", lambda process, number: sent.append((process, number)))
+    end_with_launcher()
+    runner = watched[_parent(os.getppid())]
+    runner()
+    with processes.EndRequest():
+        runner()
+    assert sent == [(os.getppid(), signal.SIGTERM), (os.getpid(), signal.SIGTERM)]

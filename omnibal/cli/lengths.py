@@ -20,6 +20,7 @@ from omnibal.report.style import make_table
 from omnibal.workspace import FoundLengths, Workspace
 
 BROKEN_FILE = "broken.json"
+LOADS = ("vision_units", "llm_tokens", "target_tokens")
 
 
 def lengths(
@@ -50,6 +51,10 @@ def lengths(
     processes: Annotated[
         int | None, typer.Option(help="Most processes; by default one for each core, at most 32.", min=1)
     ] = None,
+    samples: Annotated[
+        str | None,
+        typer.Option(help="Show these samples by their numbers, such as 4,17, as messages of training name them."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure all samples of a dataset, save their lengths, show what they are like.
@@ -60,11 +65,15 @@ def lengths(
 
     Example: omnibal lengths ds_configs/mine.json
 
+    Example: omnibal lengths ds_configs/mine.json --samples 4,17
+
     Example: omnibal lengths data/train.json runs/lengths
     --model models/InternVL3-1B-hf
     """
     kind = expect("source", source, ("ds_config", "dataset", "token lengths", "saved lengths"))
     check_folder("out", out)
+    if samples is not None and kind != "ds_config":
+        raise ConfigError(f"source must be the run's ds_config to show --samples, got {source}")
     options = {"model": model, "images": images, "max-tiles": max_tiles}
     # Lengths come from a ds_config's workspace, from lists or a folder of lengths, or from a dataset measured now.
     if kind == "ds_config":
@@ -74,6 +83,9 @@ def lengths(
             raise ConfigError(f"omnibal.data.train must name the data, got none in {source}")
         folder = out or workspace.section.run.files.lengths
         check_folder("out", folder)
+        if samples is not None:
+            _show(workspace, samples, as_json=as_json)
+            return
         found, unit = workspace.found_lengths, workspace.vision_unit
     elif out is None:
         raise ConfigError(f"out must name a folder for the lengths, got none: {source} is no ds_config")
@@ -92,6 +104,26 @@ def lengths(
         unit = vision_unit_of(workspace.records)
         found = workspace.measured_lengths(folder)
     _say(found, folder, unit, as_json=as_json)
+
+
+def _show(workspace: Workspace, numbers: str, *, as_json: bool) -> None:
+    """Print where samples of a run stand, what they are long, and their records."""
+    dataset = workspace.dataset("train")
+    count, lengths, shown = len(dataset), dataset.lengths(), []
+    for number in numbers.split(","):
+        if not number.strip().isdecimal() or int(number) >= count:
+            raise ConfigError(f"--samples must be numbers below {count} with commas between them, got {numbers!r:.80}")
+        index = int(number)
+        row = dataset.row_of(index)
+        loads = {name: int(column[index]) for name, column in lengths.columns().items() if name in LOADS}
+        shown.append({"sample": index, "file": row.file, "line": row.number, **loads, "record": row.read()})
+    lines = (
+        f"sample {each['sample']}: {each['file']}, line {each['line']}, "
+        + ", ".join(f"{name} {each[name]}" for name in LOADS if name in each)
+        + f"\n{json.dumps(each['record'], ensure_ascii=False):.2000}"
+        for each in shown
+    )
+    answer(shown, *lines, as_json=as_json)
 
 
 def _say(found: FoundLengths, folder: Path, vision_unit: str, *, as_json: bool) -> None:

@@ -327,6 +327,13 @@ class RunSection(Section):
     """How many of the newest checkpoints stay."""
     evaluate_every: Annotated[int, Field(ge=0)] = 0
     """Steps between evaluations on the held-out data; 0: only at the end."""
+    watchdog_seconds: Annotated[float, Field(ge=0)] = 300.0
+    """How long a rank may stand at one instruction of a step before it says for whom it waits; after three times as
+    long it ends with status 75. A first step that compiles kernels for minutes wants more; 0: no watchdog. See
+    hang.md."""
+    not_finite: Literal["skip", "error"] = "skip"
+    """What to do with a step whose loss or gradients are not finite: leave it out, with a warning that names its
+    samples, up to five in a row; or end the run at the first one."""
 
     @property
     def files(self) -> RunFiles:

@@ -28,7 +28,7 @@ from omnibal.engine.table import TableEngine
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.families.base import check_frozen
 from omnibal.plan import Plan
-from omnibal.ranks import gather, rank_zero_only, run_on_all_ranks
+from omnibal.ranks import WORK, gather, rank_zero_only, run_on_all_ranks
 from omnibal.vlm.weights import SINGLE_FILE, check_data, load_data
 
 LOG: Final = logging.getLogger(__name__)
@@ -73,6 +73,19 @@ class CheckpointedEngine(TableEngine):
             exclude_frozen_parameters: Leave out weights that are not trained. Always so beside adapters, where the
                 model's folder holds them.
         """
+        with WORK.within(self.global_steps):
+            WORK.at("saving of a checkpoint", is_long=True)
+            self._save(save_dir, tag, client_state, keep, save_latest, exclude_frozen_parameters)
+
+    def _save(
+        self,
+        save_dir: str | Path,
+        tag: str | None,
+        client_state: dict[str, Any] | None,
+        keep: int | None,
+        save_latest: bool,
+        exclude_frozen_parameters: bool,
+    ) -> None:
         self.settle_weights()
         # 1. Rank 0 makes an unfinished folder beside the others. 2. Every rank writes its files into it, and notes the
         # size and checksum of each. 3. Rank 0 gathers these, adds the model's files and the manifest, and gives the
@@ -366,11 +379,12 @@ def _explained(unfinished: Path) -> Iterator[None]:
     except OmnibalError:
         raise
     except Exception as error:
-        free = shutil.disk_usage(unfinished.parent).free / 2**20
+        there = next(each for each in unfinished.absolute().parents if each.is_dir())  # folders may have vanished
+        free = shutil.disk_usage(there).free / 2**20
         first_line = (str(error).splitlines() or [""])[0]  # torch adds its stack
         raise OmnibalError(
             f"checkpoint {unfinished.stem} must be written completely, got {type(error).__name__}: {first_line} "
-            f"({free:.0f} MiB are free in {unfinished.parent}); older checkpoints are as they were"
+            f"({free:.0f} MiB are free in {there}); older checkpoints are as they were"
         ) from error
 
 

@@ -5,10 +5,11 @@ Its parts stand one on the other: `TableEngine` (schedules and transfers), `Chec
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from math import isfinite
 from types import MappingProxyType
 from typing import Any, Final
@@ -27,11 +28,12 @@ from omnibal.engine.settings import Settings, settings_of
 from omnibal.engine.stage_times import StageTimes
 from omnibal.engine.table import floats_of
 from omnibal.errors import ConfigError, OmnibalError, said
-from omnibal.feeds.feed import Step
+from omnibal.feeds.feed import Share, Step
 from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.loss import EVALUATION_STATISTICS, targets_of
 from omnibal.plan import Plan
-from omnibal.ranks import gather, rank_zero_first
+from omnibal.ranks import WORK, Watchdog, failures_reach_all_ranks, gather, keep_watchdog, rank_zero_first
+from omnibal.ranks.agreement import lost
 from omnibal.vlm.passes import DevicePeak, overhead_bytes
 from omnibal.vlm.payload import Payload, counts_of, note_counts
 
@@ -41,6 +43,9 @@ ReadPack = tuple[Payload | None, tuple[Tensor, ...]]
 LOG: Final = logging.getLogger(__name__)
 # Steps in a row without finite gradients after which a run ends: one broken sample is survived, a diverged run not.
 MOST_SKIPPED: Final = 5
+MOST_NAMED: Final = 12  # samples in a message
+# What gloo says where the process at the other end of a connection has gone.
+LOST_MARKS: Final = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,16 @@ class StagePeaks:
     # Beside torch's allocator: contexts, libraries, communicators, other processes' memory on the same device; zeros
     # without a CUDA device.
     overhead: tuple[int, ...]
+
+
+def samples_in_words(samples: Sequence[int]) -> str:
+    """Sample numbers for a message.
+
+    >>> samples_in_words([4, 17]), samples_in_words(range(20))
+    ('samples 4, 17', 'samples 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 8 more')
+    """
+    more = f" and {len(samples) - MOST_NAMED} more" if len(samples) > MOST_NAMED else ""
+    return f"samples {', '.join(map(str, samples[:MOST_NAMED]))}{more}"
 
 
 class OmnibalEngine(CheckpointedEngine):
@@ -100,9 +115,19 @@ class OmnibalEngine(CheckpointedEngine):
         self.plan = plan
         self.loader = loader
         self.last_step: Step | None = None
+        self._pack_losses: list[Tensor] = []  # of this step's packs, on the last stage
         self.data_seconds = 0.0  # how long the slowest rank waited for its packs of the last step
         self.stage_times: StageTimes | None = None  # where a run's first steps are timed
         self._on_gradient = on_gradient
+        if not self.bfloat16_enabled() and hasattr(self.optimizer, "check_grad_overflow"):
+            self.optimizer.check_grad_overflow = True  # in float32 ZeRO's own would take NaN into the weights
+        seconds, dog = resolved.section.run.watchdog_seconds, None
+        if seconds:
+            places = [
+                f"rank {rank}, stage {resolved.layout.place(rank).stage}" for rank in range(dist.get_world_size())
+            ]
+            dog = Watchdog(self.global_rank, places, self._told_samples, seconds)
+        keep_watchdog(dog)
 
     def train_batch(self, data_iter: Steps | None = None) -> Tensor:
         """Train on the next step of the loader, all ranks together.
@@ -135,8 +160,12 @@ class OmnibalEngine(CheckpointedEngine):
 
     def _train(self, meter: AbstractContextManager[object], steps: Steps | None = None) -> Tensor:
         """One step; what it computes and receives, without the reading of its samples, runs under the meter."""
+        with WORK.within(self.global_steps + 1):
+            return self._noted_step(meter, steps)
+
+    def _noted_step(self, meter: AbstractContextManager[object], steps: Steps | None) -> Tensor:
         step, packs = self._next_step(self.loader, steps)
-        self.last_step = step
+        self.last_step, self._pack_losses = step, []
         # Every step of every stage and replica draws dropout masks from a stream of its own, so that a resumed run
         # draws the same without stored generator states. Tensor ranks share it: whole weights stay the same on them.
         place = self.resolved.layout.place(self.global_rank)
@@ -146,7 +175,7 @@ class OmnibalEngine(CheckpointedEngine):
         # DeepSpeedEngine._take_model_step adds train_batch_size(), one a pack, when the optimizer has stepped.
         self.global_samples += step.num_samples - self.train_batch_size()
         skipped = self.skipped_steps
-        with meter:
+        with meter, failures_reach_all_ranks(where=self.where), self._lost_ranks_named():
             # PipelineEngine.train_batch runs _train_schedule, which takes a micro-batch of the iterator per forward
             # pass of the first and of the last stage, then averages the loss (_aggregate_total_loss).
             loss: Tensor = super().train_batch(iter(self._micro_batches(packs)))
@@ -155,6 +184,29 @@ class OmnibalEngine(CheckpointedEngine):
         self._check_step(loss, self.skipped_steps - skipped)
         self._monitor_balance(step)
         return loss
+
+    @contextmanager
+    def _lost_ranks_named(self) -> Iterator[None]:
+        """Say in words of ours that an exchange failed since a rank has ended."""
+        try:
+            yield
+        except RuntimeError as error:  # gloo's
+            if any(mark in str(error) for mark in LOST_MARKS):
+                raise OmnibalError(f"{self.where}: {lost(error)}") from error
+            raise
+
+    def _samples_of(self, rank: int, micro_batch: int) -> list[int]:
+        """The samples of a rank's micro-batch of the last step; none of a stream."""
+        layout, step = self.resolved.layout, self.last_step
+        place = layout.place(rank)
+        share = Share(place.replica, layout.shape(place.stage)[0])
+        if step is None or not isinstance(self.loader, Loader):
+            return []
+        return self.loader.samples_of(step, share, micro_batch)
+
+    def _told_samples(self, rank: int, micro_batch: int | None) -> str:
+        found = [] if micro_batch is None else self._samples_of(rank, micro_batch)
+        return f", {samples_in_words(found)}" if found else ""
 
     def held_out_loader(self, dataset: VlmDataset) -> Loader:
         """A loader of held-out samples for ``evaluate``, all ranks together."""
@@ -179,11 +231,12 @@ class OmnibalEngine(CheckpointedEngine):
         training_iterator, totals = self.data_iterator, torch.zeros(len(EVALUATION_STATISTICS), dtype=torch.float64)
         self.module.eval()
         for _ in range(loader.steps_per_epoch):
-            _, packs = self._next_step(loader)
-            # PipelineEngine._next_batch reads from this iterator, on the first and the last stage.
-            with torch.no_grad():
-                self.set_dataiterator(iter(self._micro_batches(packs)))
-            totals += self._forward_only(len(packs) or loader.micro_batches)
+            with WORK.within():
+                _, packs = self._next_step(loader)
+                # PipelineEngine._next_batch reads from this iterator, on the first and the last stage.
+                with torch.no_grad(), failures_reach_all_ranks(where=self.where), self._lost_ranks_named():
+                    self.set_dataiterator(iter(self._micro_batches(packs)))
+                    totals += self._forward_only(len(packs) or loader.micro_batches)
         self.module.train()
         self.set_dataiterator(training_iterator)
         # Sums over the last stages of all replicas, which every rank learns: the other stages bring zeros, and of
@@ -253,6 +306,8 @@ class OmnibalEngine(CheckpointedEngine):
             )
         with self._timed(False, self.micro_batches - self._forwards_left):
             super()._exec_forward_pass(buffer_id)
+        if self.is_last_stage() and self.module.training:
+            self._pack_losses.append(self.loss.detach())
 
     def _timed(self, is_backward: bool, micro_batch: int) -> AbstractContextManager[object]:
         times = self.stage_times if self.module.training else None
@@ -319,14 +374,30 @@ class OmnibalEngine(CheckpointedEngine):
             return
         self._skipped_in_a_row += 1
         last = self.global_steps
+        samples = self._not_finite()
+        effect = "the step is skipped, weights stay" if skipped else "weights took it in"
+        if self.resolved.section.run.not_finite == "error":
+            raise OmnibalError(
+                f"loss and gradients must be finite, got others in step {last} (loss {value}{samples}); {effect}, and "
+                "omnibal.run.not_finite is 'error'"
+            )
         if self.global_rank == 0:
-            effect = "the step is skipped, weights stay" if skipped else "weights took it in"
-            LOG.warning("Loss and gradients must be finite, got others in step %d (loss %s); %s", last, value, effect)
+            text = "Loss and gradients must be finite, got others in step %d (loss %s%s); %s"
+            LOG.warning(text, last, value, samples, effect)
         if self._skipped_in_a_row == MOST_SKIPPED:
             raise OmnibalError(
                 f"loss and gradients must be finite, got others in each of the last {MOST_SKIPPED} steps (loss {value} "
-                f"in step {last}); look for NaN in the samples, or lower the learning rate"
+                f"in step {last}{samples}); look for NaN in the samples, or lower the learning rate"
             )
+
+    def _not_finite(self) -> str:
+        """The samples of packs whose loss is not finite; of the whole step, where only gradients are not."""
+        own = [number for number, loss in enumerate(self._pack_losses) if not isfinite(loss.item())]
+        each = [self._samples_of(self.global_rank, number) for number in range(len(self._pack_losses))]
+        of_ranks = gather(([sample for number in own for sample in each[number]], [*chain(*each)]))
+        bad, whole = (sorted({*chain(*kind)}) for kind in zip(*of_ranks, strict=True))
+        named = bad or whole
+        return f", {samples_in_words(named)}{'' if bad else ' in the step'}" if named else ""
 
     def _monitor_balance(self, step: Step) -> None:
         if self.global_rank != 0 or not self.monitor.enabled:

@@ -6,14 +6,17 @@ waits: whatever can fail runs in ``run_on_all_ranks``.
 """
 
 import atexit
+import json
 import logging
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import closing
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, TypeVar
+from zlib import crc32
 
 import deepspeed
 import torch.distributed as dist
@@ -21,6 +24,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from torch import Tensor, nn
 
+from omnibal.compiled import folder_hash
 from omnibal.config import check_batch, check_deferral, complete_deepspeed_config, fill_in_steps, partition_of
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.grid import check_tensor_run, check_unit_run, deepspeed_view, warn_of_apart
@@ -36,13 +40,15 @@ from omnibal.engine.resolve import (
     resolve,
 )
 from omnibal.engine.samples import open_together, sample_loader
+from omnibal.engine.settings import settings_of
 from omnibal.engine.spread import check_spread_run
 from omnibal.engine.streams import stream_loader
-from omnibal.errors import ConfigError, said
+from omnibal.errors import ENGINE_MODULES, ConfigError, said
 from omnibal.families.base import trained_in_words
+from omnibal.feeds.sampler import check_agreement
 from omnibal.plan import Plan
 from omnibal.processes import ExplainedWait, end_with_launcher
-from omnibal.ranks import gloo_group, run_on_all_ranks
+from omnibal.ranks import gather, gloo_group, run_on_all_ranks
 from omnibal.ranks.agreement import hosts_of
 from omnibal.vlm.weights import spare_weights
 from omnibal.workspace import Workspace
@@ -51,6 +57,11 @@ LOG: Final = logging.getLogger(__name__)
 E = TypeVar("E", bound=OmnibalEngine)
 SHARED_MEMORY: Final = Path("/dev/shm")
 # How to have what `deepspeed.initialize` takes and `initialize` does not.
+# Hosts may have the same files in places of their own; lengths tell whether these are the same.
+_PLACES: Final = (
+    *("omnibal.model.path", "omnibal.data.train", "omnibal.data.held_out", "omnibal.data.images", "omnibal.run.output"),
+    *("omnibal.pipeline.plan", "omnibal.data.workers", "csv_monitor.output_path", "tensorboard.output_path"),
+)
 OTHERWISE = {
     "args": "pass the ds_config as config",
     "model_parameters": "all are trained but what omnibal.model.frozen names, in the groups that "
@@ -175,6 +186,8 @@ def start(workspace: Workspace, model: Any, dataset: Any, own: UserOptimizer) ->
     # Whatever can be refused is refused here, before samples are measured, which may take hours, and weights are read.
     resolved, config = run_on_all_ranks(lambda: _resolve(workspace, model, own))
     section, place = workspace.section, resolved.layout.place(dist.get_rank())
+    settings = settings_of(workspace.config, section).items()
+    check_same(_versions() | {key: value for key, value in settings if key not in _PLACES})
     if resolved.layout.num_tensor > 1:
         hosts = [host.name for host in hosts_of(dist.group.WORLD)]
         if dist.get_rank() == 0:
@@ -237,6 +250,27 @@ def _deepspeed_config(resolved: ResolvedRun) -> DeepSpeedConfig:
         raise ConfigError(f"ds_config must be one that DeepSpeed takes, got: {said(error)}") from error
 
 
+def check_same(record: Mapping[str, Any]) -> None:
+    """Refuse, on all ranks alike, a run whose ranks hold different values; the message names rank and key."""
+    digest = crc32(json.dumps(record, sort_keys=True, default=str).encode())
+    if len(set(gather(digest))) > 1:  # only now what may be long is sent
+        found = gather(record)
+        names = sorted({name for each in found for name in each})
+        records = [{"rank": rank, **{name: each.get(name) for name in names}} for rank, each in enumerate(found)]
+        check_agreement(records, num_replicas=len(found))
+
+
+def _versions() -> dict[str, str]:
+    return {package: version(package) for package in (*ENGINE_MODULES, "numpy")} | {"omnibal": _own_version()}
+
+
+def _own_version() -> str:
+    """The hash of this package's files: their version stays the same while somebody works on them."""
+    package = Path(__file__).parents[1]
+    folders = sorted({file.parent for file in package.rglob("*.py")})
+    return f"{crc32(''.join(map(folder_hash, folders)).encode()):08x}"
+
+
 def _spare_weights(resolved: ResolvedRun, source: Weights | None) -> dict[str, Tensor]:
     return spare_weights(resolved.vlm, source, seed=resolved.section.model.seed) if dist.get_rank() == 0 else {}
 
@@ -276,6 +310,7 @@ def build_engine(
         deepspeed_config: The ds_config as DeepSpeed reads it, where that has been made.
     """
     own = (own or UserOptimizer()).over(total_steps)
+    check_same({"plan": plan.to_record()})
     config = run_on_all_ranks(lambda: _settled(resolved, deepspeed_config, plan, total_steps))
     source = weights or resolved.weights_folder
     # PipelineModule makes its process groups and the layers of this rank's stage; weights are read as layers are made.

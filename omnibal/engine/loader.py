@@ -21,8 +21,8 @@ from omnibal.engine.ray_packs import RayPacks
 from omnibal.errors import ConfigError, DataError, OmnibalError
 from omnibal.feeds.feed import EpochFeed, Feed, PacksFromHere, Share, Step
 from omnibal.feeds.sampler import BalancedBatchSampler
-from omnibal.formats.collate import IGNORED, Positions, pack_samples
-from omnibal.ranks import gather
+from omnibal.formats.collate import IGNORED, Positions, leave_ends_to_parent, pack_samples
+from omnibal.ranks import WORK, gather
 
 View = Literal["images", "text", "nothing"]
 Batch = dict[str, Tensor]
@@ -153,6 +153,7 @@ class PackReader:
             prefetch_factor=-(-micro_batches // workers) if workers else None,
             persistent_workers=workers > 0,  # a new epoch starts no processes
             pin_memory=self.pin_memory,
+            worker_init_fn=leave_ends_to_parent,
         )
         return EpochFeed(sampler, reader, share)
 
@@ -232,6 +233,13 @@ class Loader:
         """What is trained on, in words."""
         return self.feed.summary()
 
+    def samples_of(self, step: Step, share: Share, micro_batch: int) -> list[int]:
+        """The samples of a micro-batch of a step of this epoch, as a share reads them; of a stream, no indices."""
+        if not isinstance(self.feed, EpochFeed) or step.epoch != self.feed.sampler.epoch:
+            return []
+        packs = share.packs(self.feed.sampler.step(step.index), self.feed.sampler)
+        return packs[micro_batch] if micro_batch < len(packs) else []
+
     def over(self, dataset: VlmDataset, sampler: BalancedBatchSampler) -> "Loader":
         """A loader of the packs that another sampler makes of other samples, read alike, for evaluation."""
         return Loader(self._reader.feed(dataset, sampler), self._reader)
@@ -276,6 +284,7 @@ def read_step(
     started = perf_counter()
     failure: Exception | None = None
     batches: list[Batch] = []
+    WORK.at("reading of its packs")
     try:
         step, batches = loader.next_step() if steps is None else _next_of(steps)
     except StopIteration:
@@ -296,6 +305,7 @@ def read_step(
     digest = _digest_of(batches, range(place.replica, replicas * len(batches), replicas)) if sign else 0
     counts[2 + place.replica % layout.num_columns] = sign * digest
     counts = counts.to(device)
+    WORK.at("meeting of all ranks before the step", waits=True)
     dist.all_reduce(counts)
     targets, failures, *differences = counts[:before_waits].tolist()
     if failures:

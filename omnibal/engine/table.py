@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise, zip_longest
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from omnibal.engine.spread import SpreadEncoder, states_on_all_ranks
 from omnibal.engine.transfers import DESCRIPTION, Fan, Receiver, Sender, Shape, describe, new_link, read_description
 from omnibal.errors import ConfigError
 from omnibal.pipeline.schedule import Instruction, Operation, Schedule
+from omnibal.ranks import WORK
 from omnibal.ranks.agreement import hosts_of, unreachable
 from omnibal.vlm.backward import WeightGradients, defer_linears
 from omnibal.vlm.payload import PackCounts, note_counts
@@ -36,10 +37,37 @@ class RunEntry(deepspeed_schedule.PipeInstruction):
     """Run an entry of a schedule table, and the transfers that belong to it."""
 
 
-def _method(name: str) -> Callable[..., None]:
-    """An instruction that calls the engine's method of this name."""
+# What DeepSpeed's instructions say of the micro-batch that they are about is a buffer. In 1F1B it is the next one to
+# run forward, or backward, and behind a pass the one that has just run.
+_COMPUTING: Final = (
+    deepspeed_schedule.LoadMicroBatch,
+    deepspeed_schedule.ForwardPass,
+    deepspeed_schedule.BackwardPass,
+)
+_BEHIND_PASSES: Final = (deepspeed_schedule.SendActivation, deepspeed_schedule.SendGrad)
+_OF_FORWARDS: Final = (
+    deepspeed_schedule.LoadMicroBatch,
+    deepspeed_schedule.RecvActivation,
+    deepspeed_schedule.ForwardPass,
+    deepspeed_schedule.SendActivation,
+)
+_OF_PASSES: Final = (
+    *_OF_FORWARDS,
+    deepspeed_schedule.RecvGrad,
+    deepspeed_schedule.BackwardPass,
+    deepspeed_schedule.SendGrad,
+)
+
+
+def _method(kind: type, name: str) -> Callable[..., None]:
+    """An instruction that notes its kind for the watchdog and calls the engine's method of this name."""
+    is_forward, is_behind = kind in _OF_FORWARDS, kind in _BEHIND_PASSES
 
     def run(engine: Any, **arguments: Any) -> None:
+        if kind is not RunEntry:  # which notes its own parts
+            left = engine._forwards_left if is_forward else engine._backwards_left
+            number = engine.micro_batches - left - is_behind if kind in _OF_PASSES and WORK.step is not None else None
+            WORK.at(kind.__name__, number, waits=kind not in _COMPUTING)
         getattr(engine, name)(**arguments)
 
     return run
@@ -118,8 +146,8 @@ class TableEngine(PipelineEngine):
     # PipelineEngine._exec_schedule looks for what an instruction runs in this mapping, whose functions a subclass would
     # have to replace one by one: here each finds the method by its name.
     _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
-        **{kind: _method(run.__name__) for kind, run in PipelineEngine._INSTRUCTION_MAP.items()},
-        RunEntry: _method("_run_entry"),
+        **{kind: _method(kind, run.__name__) for kind, run in PipelineEngine._INSTRUCTION_MAP.items()},
+        RunEntry: _method(RunEntry, "_run_entry"),
     }
 
     def __init__(
@@ -357,6 +385,7 @@ class TableEngine(PipelineEngine):
             self.weight_gradients.budget_bytes = self.pending_bytes if operation == Operation.B else 0
             self._run_backward(micro_batch)
         if operation == Operation.W:
+            WORK.at("weight gradients", micro_batch)
             self._run_weight_gradients(micro_batch)
 
     def _run_weight_gradients(self, micro_batch: int) -> None:
@@ -370,9 +399,11 @@ class TableEngine(PipelineEngine):
         if self.is_first_stage() or self.is_last_stage():  # inputs for the first one, labels for the last
             self._exec_load_micro_batch(micro_batch)
         if not self.is_first_stage():
+            WORK.at("receive of the activation", micro_batch, waits=True)
             received = self._activations_in[micro_batch].take_described()
             self._require_gradients(received)
             self.pipe_buffers["inputs"][micro_batch] = received
+        WORK.at("forward pass", micro_batch)
         self._exec_forward_pass(micro_batch)
         if self.is_last_stage():
             self._losses[micro_batch] = self.loss
@@ -392,6 +423,7 @@ class TableEngine(PipelineEngine):
         else:
             self._expect_gradients()  # does nothing if the last backward pass has posted the receive
             # PipelineEngine._exec_backward_pass runs backward from pipe_buffers["outputs"] with these.
+            WORK.at("receive of the gradient", micro_batch, waits=True)
             gradients = self._gradients_in[micro_batch].take()
             if self._gradient_scale != 1:
                 gradients = tuple(gradient * self._gradient_scale for gradient in gradients)
@@ -399,6 +431,7 @@ class TableEngine(PipelineEngine):
             self._activations_out[micro_batch].settle(micro_batch)  # its gradient has come back: it has been received
             self._expect_gradients()  # the next micro-batch's
         self.weight_gradients.micro_batch = micro_batch
+        WORK.at("backward pass", micro_batch)
         self._exec_backward_pass(micro_batch)
         if self._sends_gradients:
             # What was received are leaves that require gradients (_require_gradients): backward has filled their grad.

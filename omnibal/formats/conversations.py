@@ -22,6 +22,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.mixture import Mixture
 from omnibal.errors import ConfigError, DataError, said
 from omnibal.formats.chat import read_conversation
+from omnibal.formats.collate import leave_ends_to_parent
 from omnibal.formats.files import Place, Problem, Row, files_of, is_table, is_tar, stream_rows
 from omnibal.formats.images import MOST_PIXELS
 from omnibal.formats.measured import Broken, Found, LengthsCache, Loads, Measured, settle_problems, survey
@@ -183,11 +184,18 @@ class ConversationDataset:
         row = shard.rows[place]
         return _or_problem(row, lambda: _prepare(row, shard, self._format))
 
-    def _sample(self, index: int, *, with_pixels: bool) -> dict[str, Any]:
+    def row_of(self, index: int) -> Row:
+        """Where a sample stands, and its record unread."""
+        return self._located(index)[0]
+
+    def _located(self, index: int) -> tuple[Row, Shard]:
         sample = range(len(self))[index]
         item = self._all.item_of(_place_among_all(np.asarray(sample), self._left_out))
         shard, place = self._all.locate(int(item))
-        row = shard.rows[place]
+        return shard.rows[place], shard
+
+    def _sample(self, index: int, *, with_pixels: bool) -> dict[str, Any]:
+        row, shard = self._located(index)
         found = _or_problem(
             row, lambda: self._format.sample(_prepare(row, shard, self._format), with_pixels=with_pixels)
         )
@@ -278,8 +286,9 @@ class ConversationStream:
         self._begins = Place()
         # A generator of its own, since this is drawn in a thread beside the model's.
         loader = DataLoader(
-            rows, batch_size=None, collate_fn=_as_it_is, num_workers=self._workers, generator=torch.Generator()
-        )
+            rows, batch_size=None, collate_fn=_as_it_is, num_workers=self._workers, generator=torch.Generator(),
+            worker_init_fn=leave_ends_to_parent,
+        )  # fmt: skip
         for place, found in loader:
             self._place = place
             if isinstance(found, Problem) and self._broken == "error":

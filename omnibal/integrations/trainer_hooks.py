@@ -20,14 +20,16 @@ from omnibal.cluster import OVERHEAD_BYTES, Cluster
 from omnibal.cost import CostModel, Load
 from omnibal.device import Device
 from omnibal.errors import ConfigError
+from omnibal.formats.collate import leave_ends_to_parent
 from omnibal.integrations.loading import PackSampler
 from omnibal.integrations.losses import keeps_sft_loss, works_on_targets
 from omnibal.integrations.packing import PackCollator, check_packed
 from omnibal.integrations.padded import PaddedSampler
 from omnibal.integrations.trainer_steps import Costs, Waiting
-from omnibal.processes import ExplainedWait
+from omnibal.processes import EndRequest, ExplainedWait
 from omnibal.profile.calibration import SIZES
 from omnibal.profile.records import Level, ModelProfile
+from omnibal.ranks import any_rank
 
 FLOOR: Final = "5.23"  # the oldest transformers that the tests run with: balance changes what Trainer does inside
 GIB: Final = 2**30
@@ -64,8 +66,13 @@ def worker_options(args: TrainingArguments) -> dict[str, Any]:
         "num_workers": args.dataloader_num_workers,
         "prefetch_factor": args.dataloader_prefetch_factor,
         "multiprocessing_context": args.dataloader_multiprocessing_context,
-        "worker_init_fn": partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+        "worker_init_fn": partial(_begin_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
     }
+
+
+def _begin_worker(worker: int, **seeds: int) -> None:
+    leave_ends_to_parent(worker)
+    seed_worker(worker, **seeds)
 
 
 def set_micro_batches(trainer: Trainer, micro_batches: int) -> None:
@@ -330,6 +337,24 @@ class ExplainsStart(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         self._wait.close()  # the optimizer is there: all extensions are loaded
+
+
+class EndsWhenAsked(TrainerCallback):
+    """Lets all ranks save and end behind the step in which SIGTERM or Ctrl-C reached any of them."""
+
+    # Trainer's own enable_jit_checkpoint lets each rank decide by itself, and ranks may come to different steps.
+    def __init__(self) -> None:
+        self._request = EndRequest()
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
+        self._request = EndRequest().__enter__()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
+        if any_rank(self._request.signal is not None, args.device):
+            control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
+        self._request.__exit__()
 
 
 def check_model(trainer: Trainer, collator: PackCollator, items: Sequence[Any]) -> None:

@@ -33,6 +33,7 @@ from omnibal.integrations.packing import FAMILIES, PackCollator, arguments_of, p
 from omnibal.integrations.padded import PaddedCollator, PaddedSampler
 from omnibal.integrations.trainer_calibration import CalibratesCosts, language_of, measured_before
 from omnibal.integrations.trainer_hooks import (
+    EndsWhenAsked,
     ExplainsStart,
     PacksCallback,
     add_recipe,
@@ -278,6 +279,7 @@ def _is_stream(dataset: Any) -> bool:
 
 def _begin(trainer: Trainer) -> None:
     refuse_settings(trainer)
+    trainer.add_callback(EndsWhenAsked())
     if trainer.is_deepspeed_enabled:
         trainer.add_callback(ExplainsStart())
 

@@ -1,10 +1,11 @@
 """How the processes of a run agree: a failure on one rank is raised on all, and none is left waiting.
 
 `agreement` is for failures that a rank can report when all ranks meet, and the network that they meet by; `failures`
-for those between two meetings.
+for those between two meetings, and `watchdog` for ranks at which nothing moves any more.
 """
 
 from omnibal.ranks.agreement import (
+    any_rank,
     check_shared,
     gather,
     gloo_group,
@@ -14,14 +15,19 @@ from omnibal.ranks.agreement import (
     rank_zero_only,
     run_on_all_ranks,
 )
-from omnibal.ranks.failures import Meeting, failures_reach_all_ranks
+from omnibal.ranks.failures import Meeting, failures_reach_all_ranks, keep_watchdog
+from omnibal.ranks.watchdog import WORK, Watchdog
 
 __all__ = [
+    "WORK",
     "Meeting",
+    "Watchdog",
+    "any_rank",
     "check_shared",
     "failures_reach_all_ranks",
     "gather",
     "gloo_group",
+    "keep_watchdog",
     "new_gloo_group",
     "place",
     "rank_zero_first",

@@ -20,10 +20,11 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, Final, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store, _set_pg_timeout
 
-from omnibal.errors import ConfigError, OmnibalError
+from omnibal.errors import ConfigError, OmnibalError, said
 
 T = TypeVar("T")
 LOG: Final = logging.getLogger(__name__)
@@ -69,11 +70,31 @@ def gather(value: T | Exception, *, where: str | None = None, group: dist.Proces
         own = _Failure(kind, f"{where or f'rank {rank}'}: {message}")
     gathered: list[Any] = [own] * num_ranks
     if dist.is_initialized():
-        dist.all_gather_object(gathered, own, group=group or gloo_group(dist.group.WORLD))
+        try:
+            dist.all_gather_object(gathered, own, group=group or gloo_group(dist.group.WORLD))
+        except RuntimeError as error:  # gloo's, where a process has ended
+            raise OmnibalError(f"{where or f'rank {rank}'}: {lost(error)}") from error
     for first in gathered:
         if isinstance(first, _Failure):
             raise first.kind(first.message) from (value if isinstance(value, Exception) else None)
     return gathered
+
+
+def lost(error: Exception) -> str:
+    """What to say where an exchange fails, since a rank has ended."""
+    return (
+        f"all ranks must take part, got {said(error)}; a rank has ended: its own last lines say why, or the kernel's "
+        "log if it was killed for memory"
+    )
+
+
+def any_rank(is_so: bool, device: torch.device) -> bool:
+    """Whether something is so on any rank, in one small all-reduce; all ranks together."""
+    if not dist.is_initialized():
+        return is_so
+    told = torch.tensor(int(is_so), dtype=torch.int32, device=device)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    return bool(told)
 
 
 def run_on_all_ranks(work: Callable[[], T], *, where: str | None = None) -> T:

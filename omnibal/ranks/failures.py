@@ -6,6 +6,8 @@ A `Watch` looks at the store by which the ranks met, whose keys are the whole pr
 - ``said`` is what every watch looks for. It adds one to ``heard``, and ends its process unless that fails by itself.
 - ``heard`` counts the ranks that know: the failed rank stays for them, since the store may end with its process.
 - ``left`` names a rank that has left a loop, and the last place of the loop that the rank can come to.
+
+Beside them lie the beats of `omnibal.ranks.watchdog`.
 """
 
 import json
@@ -26,6 +28,7 @@ import torch.distributed as dist
 
 from omnibal.errors import ConfigError, said
 from omnibal.ranks.agreement import new_gloo_group, store
+from omnibal.ranks.watchdog import Watchdog
 
 POLL_SECONDS: Final = 1.0
 # How long a failed rank stays until the others have heard of it, and how long a rank that has heard of a failure may
@@ -37,23 +40,32 @@ FAILED, SAID, HEARD, LEFT = "omnibal/failed", "omnibal/said", "omnibal/heard", "
 
 
 @contextmanager
-def failures_reach_all_ranks() -> Iterator[None]:
+def failures_reach_all_ranks(*, where: str | None = None) -> Iterator[None]:
     """Tell all ranks about an exception inside the block, and from the first call on about any that ends this process.
 
     A rank that hears of a failure and has not failed by itself some seconds later ends with status 1: an exchange on a
     GPU that waits for the failed rank can neither be finished nor interrupted.
+
+    Args:
+        where: The place of this rank in messages, such as ``"rank 3, stage 1"``; by default ``"rank 3"``.
     """
     watching = watch()
     try:
         yield
     except Exception as error:
-        watching.tell(error)
+        watching.tell(error, where)
         raise
 
 
 def watch() -> "Watch":
     """The watch of this process, which starts with the first call."""
     return _watch(id(dist.group.WORLD))
+
+
+def keep_watchdog(dog: Watchdog | None) -> None:
+    """Let the watch of this process carry a watchdog's beats to the store, in place of an earlier one's."""
+    if dog is not None or _watch.cache_info().currsize:
+        watch().keep(dog)
 
 
 @lru_cache(maxsize=1)
@@ -73,17 +85,26 @@ class Watch:
         self._store = shared.clone()  # a connection of its own: the other one may be waiting for a peer
         self._has_failed = Event()
         self._waits: tuple[tuple[int, ...], float] | None = None  # the place that this rank waits at, and since when
+        self._dog: Watchdog | None = None
         self._show = sys.excepthook
         sys.excepthook = self._at_the_end
         Thread(target=self._look, daemon=True, name="omnibal-watches-ranks").start()
 
-    def tell(self, error: BaseException) -> None:
+    def keep(self, dog: Watchdog | None) -> None:
+        """Take this watchdog along to the store, in place of an earlier one."""
+        if self._dog is not None:
+            self._dog.is_closed = True
+        self._dog = dog
+
+    def tell(self, error: BaseException, where: str | None = None) -> None:
         """Say once why this rank fails, and stay until all have heard it: the store may end with this process."""
         if self._has_failed.is_set():
             return
         self._has_failed.set()
+        text = f"{where or f'rank {self._rank}'} failed: {said(error)}"  # type: ignore[arg-type]
         with suppress(Exception):  # the store has ended with its rank: this is not the first failure
-            self._say(f"rank {self._rank} failed: {said(error)}")  # type: ignore[arg-type]
+            print(f"omnibal: {text}", file=sys.stderr, flush=True)  # before what other ranks say of it
+            self._say(text)
             ends = time.monotonic() + GRACE_SECONDS
             while self._store.add(HEARD, 0) < self._num_ranks and time.monotonic() < ends:
                 time.sleep(POLL_SECONDS / 10)
@@ -124,7 +145,10 @@ class Watch:
     def _look(self) -> None:
         with suppress(Exception):  # the store has ended with its rank, as at the end of training
             while not self._store.check([SAID]):
-                time.sleep(POLL_SECONDS)
+                dog = self._dog
+                time.sleep(POLL_SECONDS if dog is None else min(POLL_SECONDS, dog.beat_seconds))
+                if dog is not None:
+                    dog.visit(self._store)
                 if (waits := self._waits) is not None:
                     place, since = waits
                     if (left := self.left_before(place, time.monotonic() - since)) is not None:

@@ -222,3 +222,19 @@ def test_a_single_source_needs_no_total():
 
 def test_a_ds_config_without_data_is_told_which_key_names_it(refusal, ds_config):
     assert "omnibal.data.train must name the data, got none in" in refusal("lengths", ds_config(data={"train": None}))
+
+
+def test_samples_that_a_message_names_are_shown(omnibal, refusal, demo, ds_config):
+    config = ds_config()
+    shown = json.loads(omnibal("lengths", config, "--samples", "0,7", "--json").stdout)
+    expected = open_dataset(demo.meta, demo.model)
+    assert [each["sample"] for each in shown] == [0, 7]
+    for each in shown:
+        row = expected.row_of(each["sample"])
+        assert (each["file"], each["line"], each["record"]) == (str(row.file), row.number, row.read())
+        assert each["llm_tokens"] == expected.lengths().llm_tokens[each["sample"]]
+    assert "line 8" in omnibal("lengths", config, "--samples", "7").stdout
+    assert "--samples must be numbers below 60 with commas between them, got '60'" in refusal(
+        "lengths", config, "--samples", "60"
+    )
+    assert "source must be the run's ds_config to show --samples" in refusal("lengths", demo.meta, "--samples", "1")

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 from contextlib import contextmanager, nullcontext
 from copy import copy
@@ -409,6 +410,8 @@ def checkpoint_troubles(config, other_configs, folder):
         said["full disk"] = _refusal(lambda: engine.save_checkpoint(folder, "a"))
     dist.barrier()
     said["left"] = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    with _vanishing_folder(engine) if rank == 1 else nullcontext():
+        said["vanished"] = _refusal(lambda: engine.save_checkpoint(folder / "other", "a"))
     engine.save_checkpoint(folder, "b")
     for name, other in other_configs.items():
         foreign, *_ = initialize(config=other, dataset=SmallDataset())
@@ -461,6 +464,22 @@ def _make_old(checkpoint):
     added = ("version", "number", "settings")
     content = {key: value for key, value in manifest.items() if key not in added} | {"files": old}
     (checkpoint / MANIFEST).write_text(json.dumps(content))
+
+
+@contextmanager
+def _vanishing_folder(engine):
+    """Let the folder of checkpoints vanish before this process writes a file."""
+    save = engine.checkpoint_engine.save
+
+    def lost(state, path):
+        shutil.rmtree(Path(path).parents[1], ignore_errors=True)
+        save(state, path)
+
+    engine.checkpoint_engine.save = lost
+    try:
+        yield
+    finally:
+        engine.checkpoint_engine.save = save
 
 
 @contextmanager

@@ -72,11 +72,19 @@ def launch(num_processes, function, *arguments, timeout_seconds=600, accelerator
 
 def all_end(num_processes, function, *arguments, timeout_seconds=60):
     """Run a function in which one process ends too early; whether all others end by themselves in time."""
+    return bool(how_all_end(num_processes, function, *arguments, timeout_seconds=timeout_seconds))
+
+
+def how_all_end(num_processes, function, *arguments, timeout_seconds=600, but=None):
+    """What each process says of a function in which one fails, and all but one end by themselves in time; else None."""
     group = _Group(num_processes, "cpu")
     try:
         with pytest.raises(AssertionError, match="rank"):
             group.run(function, arguments, timeout_seconds, ends=True)
-        return not psutil.wait_procs(group.processes, timeout_seconds)[1]
+        ending = [process for rank, process in enumerate(group.processes) if rank != but]
+        if psutil.wait_procs(ending, timeout_seconds)[1]:
+            return None
+        return [(group._folder / f"log{rank}.txt").read_text() for rank in range(num_processes)]
     finally:
         group.end()
 
@@ -105,12 +113,15 @@ class _Group:
             found = next(int(line) for line in parent.stdout if line.strip().isdecimal())  # DeepSpeed logs there, too
             self.processes.append(psutil.Process(found))
 
-    def run(self, function, arguments, timeout_seconds, *, ends):
+    def start(self, function, arguments, *, ends):
         job = next(self._jobs)
         torch.save((function, arguments, ends), self._folder / f"job{job}.pt")
         for pipe in self._pipes:
             os.write(pipe, f"{job}\n".encode())
-        results = [self._folder / f"result{job}.{rank}.pt" for rank in range(len(self.processes))]
+        return [self._folder / f"result{job}.{rank}.pt" for rank in range(len(self.processes))]
+
+    def run(self, function, arguments, timeout_seconds, *, ends):
+        results = self.start(function, arguments, ends=ends)
         deadline = time.monotonic() + timeout_seconds
         while not all(path.exists() for path in results):
             # The first one that fails matters: the others then wait for it or complain about it.

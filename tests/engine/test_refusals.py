@@ -134,6 +134,7 @@ def test_checkpoints_that_cannot_be_saved_or_loaded(model, tmp_path):
     assert said["full disk"].startswith("OmnibalError: rank 1, stage 1: checkpoint a must be written completely, got ")
     assert f"MiB are free in {folder}); older checkpoints are as they were" in said["full disk"]
     assert said["left"] == ["a"]
+    assert "checkpoint a must be written completely, got " in said["vanished"]
     for key, got in (
         ("partition", "[0, 6, 10]"),
         ("frozen", "['vision_block']"),

@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import signal
 import threading
 from copy import deepcopy
 from functools import partial
@@ -426,6 +427,33 @@ def test_a_checkpoint_of_other_packs_is_refused(tmp_path):
         balance(anew, LIMITS["internvl"], samples_per_step=3)
         anew.train(**resumed)
         assert anew.state.global_step == 2
+
+
+class Terminates(TrainerCallback):
+    """The process gets SIGTERM in the second step."""
+
+    def on_step_begin(self, args, state, control, **others):
+        if state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_trainer_that_is_asked_to_end_saves_and_goes_on_exactly(tmp_path):
+    before, found = signal.getsignal(signal.SIGTERM), []
+    for callbacks, folder, resumed in (
+        ([Terminates()], tmp_path / "asked", None),
+        ([], tmp_path / "asked", str(tmp_path / "asked" / "checkpoint-2")),
+        ([], tmp_path / "whole", None),
+    ):
+        trainer = trainer_of("internvl", folder, max_steps=3, optim="adamw_torch")
+        balance(trainer, LIMITS["internvl"], samples_per_step=3)
+        for callback in callbacks:
+            trainer.add_callback(callback)
+        trainer.train(resume_from_checkpoint=resumed)
+        assert signal.getsignal(signal.SIGTERM) == before
+        assert trainer.state.global_step == (2 if callbacks else 3)
+        found.append(weights_of(trainer.model))
+    _, went_on, whole = found
+    assert all(torch.equal(weight, whole[name]) for name, weight in went_on.items())
 
 
 def test_a_checkpoint_of_other_batches_is_refused(tmp_path):
