@@ -34,7 +34,7 @@ def exchange(
         tensors: Of each name, what this rank's samples hold, sample after sample in the order of ``held_by(rank)``:
             (rows of all of them, ...); an empty tensor with the same trailing shape where they have no rows.
         rows: Of each name, how many rows every sample has, (samples,), over all ranks.
-        rearrangement: Over the group's ranks, for all tensors; or one for each name, all with the same source.
+        rearrangement: Over the group's ranks, for all tensors; or one for each name.
         group: The default group by default.
 
     Returns:
@@ -96,7 +96,8 @@ def _exchange(
     if len(flats) > 1 or (send_order[1:] < send_order[:-1]).any():
         parts = [torch.split(flat, size[of].tolist()) for flat, size, of in zip(flats, sizes, held, strict=True)]
         pieces = [piece for of_tensor in parts for piece in of_tensor]
-        message = torch.cat([pieces[number] for number in send_order] or flats)
+        # No tensor is left out, even without samples here: gradients of all that made them are waited for.
+        message = torch.cat([*(pieces[number] for number in send_order), *(flat[:0] for flat in flats)])
     # Every rank knows the sizes of all samples, so nobody needs to tell how much it sends.
     splits = _per_rank(received, source, num_ranks), _per_rank(sent, to, num_ranks)
     arrived: Tensor = _AllToAll.apply(message, *splits, group)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Where each sample of a micro-batch is encoded, and where the LLM gets it."""
+"""Where each sample of a micro-batch is encoded, by each encoder, and where the LLM gets it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,16 +11,30 @@ import numpy as np
 import numpy.typing as npt
 
 from omnibal.cost import CostModel, FloatArray, IntArray, Load
-from omnibal.data.limits import PackLimits
 from omnibal.data.packing_spec import DEFAULT_COST
-from omnibal.dispatch.divide import divide
+from omnibal.dispatch.divide import METHODS, DivideMethod, divide
 from omnibal.dispatch.nodes import keep_in_nodes
 from omnibal.dispatch.rearrangement import Rearrangement
-from omnibal.errors import DataError, InfeasibleError
+from omnibal.errors import ConfigError, DataError, InfeasibleError
 
-COLUMNS: Final = ("vision_units", "vision_squared", "image_tokens", "llm_tokens", "target_tokens")
-"""What a plan knows of each sample: rows of pixels, Σ patches² over its images, features, tokens, targets."""
-PER_VISION_UNIT: Final = CostModel(vision_units=1)
+PER_UNIT: Final = CostModel(vision_units=1)
+MOST_ENCODERS: Final = 4  # with a link, all 2^(encoders + 1) choices of which phases move are weighed
+PADDED: Final = ("padded", "padded_attention")
+BY_LENGTH: Final = (*PADDED, "least_squares_within")
+"""Methods that divide by the lengths of samples; the others divide by their costs."""
+
+
+def columns(encoders: Sequence[str]) -> tuple[str, ...]:
+    """What a plan knows of each sample: units, Σ units² and features of each encoder; tokens and targets of the LLM."""
+    return (
+        *(f"{name}_{what}" for name in encoders for what in ("units", "squared", "tokens")),
+        *("llm_tokens", "target_tokens"),
+    )
+
+
+def phase_name(phase: str) -> str:
+    """The phase in words."""
+    return "LLM" if phase == "llm" else f"{phase} encoder"
 
 
 @dataclass(frozen=True)
@@ -31,10 +45,10 @@ class Link:
     """Seconds of an exchange, however little moves."""
     bytes_per_second: float
     """Bytes that a rank sends while it receives as many."""
-    vision_unit_bytes: float
-    """Pixels of a tile or patch."""
-    image_token_bytes: float
-    """Features of an image token, and their gradients on the way back."""
+    unit_bytes: Mapping[str, float]
+    """Of each encoder: the input of one unit, such as the pixels of a tile or patch."""
+    feature_bytes: Mapping[str, float]
+    """Of each encoder: the features of one token, and their gradients on the way back."""
     token_bytes: float
     """Id, label and positions of a text token."""
     phases_meet: bool = True
@@ -46,24 +60,75 @@ class Link:
         Args:
             moves: Rearrangements that travel together, each with the bytes of its samples, (samples,).
         """
-        carried = [(move, np.where(move.source != move.destination, sizes, 0)) for move, sizes in moves]
-        if all(move.is_still for move, _ in carried):
+        return self._exchange([_traffic(move, sizes) for move, sizes in moves])
+
+    def _exchange(self, traffic: Sequence[FloatArray | None]) -> float:
+        moving = [loads for loads in traffic if loads is not None]
+        if not moving:
             return 0.0
-        sent = sum(np.bincount(move.source, moved, move.num_ranks) for move, moved in carried)
-        received = sum(np.bincount(move.destination, moved, move.num_ranks) for move, moved in carried)
-        return self.latency_seconds + float(np.maximum(sent, received).max()) / self.bytes_per_second
+        busiest = float(np.sum(moving, axis=0).max())
+        return self.latency_seconds + busiest / self.bytes_per_second
+
+    def seconds_of_all(
+        self,
+        moves: Mapping[str, Rearrangement],
+        sizes: Mapping[str, IntArray],
+        known: dict[tuple[Rearrangement, ...], FloatArray | None] | None = None,
+    ) -> float:
+        """Seconds of both exchanges of a micro-batch: of all inputs with the text, then of all features.
+
+        Args:
+            moves: Of each encoder, and of the LLM under ``"llm"``.
+            sizes: ``columns(encoders)``.
+            known: What ranks send and receive by the moves of earlier calls with these sizes, which is added to.
+        """
+        known = {} if known is None else known
+        llm, encoders = moves["llm"], {name: move for name, move in moves.items() if name != "llm"}
+        for name, move in encoders.items():
+            if (move,) not in known:
+                known[move,] = _traffic(move, sizes[f"{name}_units"] * self.unit_bytes[name])
+            if (move, llm) not in known:
+                size = sizes[f"{name}_tokens"] * self.feature_bytes[name]
+                known[move, llm] = _traffic(llm.after(move.inverse()), size)
+        if (llm,) not in known:
+            known[llm,] = _traffic(llm, sizes["llm_tokens"] * self.token_bytes)
+        inputs = [known[move,] for move in moves.values()]
+        return self._exchange(inputs) + self._exchange([known[move, llm] for move in encoders.values()])
+
+
+def _traffic(move: Rearrangement, sizes: npt.ArrayLike) -> FloatArray | None:
+    """What each rank sends, and what it receives, (2, num_ranks); None where nothing moves."""
+    if move.is_still:
+        return None
+    moved = np.where(move.source != move.destination, sizes, 0)
+    return np.stack([np.bincount(ranks, moved, move.num_ranks) for ranks in (move.source, move.destination)])
+
+
+@dataclass(frozen=True)
+class PhaseCosts:
+    """What a sample costs in one phase, and how samples are divided for it."""
+
+    cost: CostModel = PER_UNIT
+    """In seconds or in any unit. An encoder's units, whichever they are, count as ``vision_units``, and the sum of
+    their squares as ``vision_squared``."""
+    limit: int | None = None
+    """The most units that a rank encodes, or tokens that its LLM gets, where memory is short."""
+    method: DivideMethod | None = None
+    """One of ``divide``: by default ``"longest_first"``, with a limit ``"even"``. ``"padded"``: samples are rows, each
+    as long as the longest on its rank; ``"padded_attention"``: in attention alone."""
+
+    def __post_init__(self) -> None:
+        if self.method not in (None, "even", *METHODS):
+            raise ConfigError(f"method must be one of even, {', '.join(METHODS)}, got {self.method!r}")
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a sample costs in each phase, in seconds or in any unit. Source: OrchMLLM, equation 2."""
+    """What a sample costs in each phase. Source: Zheng et al., OrchMLLM, equation 2 and section 6."""
 
-    vision: CostModel = PER_VISION_UNIT
-    llm: CostModel = DEFAULT_COST
-    limits: PackLimits | None = None
-    """The most vision units that a rank encodes and the most tokens that its LLM gets, where memory is short."""
-    padded: bool = False
-    """Whether the LLM gets a rank's samples as rows, padded to the longest of them: Algorithm 2 divides them then."""
+    encoders: Mapping[str, PhaseCosts] = field(default_factory=lambda: {"vision": PhaseCosts()})
+    """Of each encoder, in the order in which they run; at most four."""
+    llm: PhaseCosts = PhaseCosts(DEFAULT_COST)
     ranks_per_node: int | None = None
     """If given, lists of samples stay within nodes as far as they can."""
     link: Link | None = None
@@ -71,48 +136,53 @@ class Costs:
     least_gain: float = 0.01
     """Without a link: a phase that would gain less than this share of its largest rank's cost stays as drawn."""
 
+    def __post_init__(self) -> None:
+        if len(self.encoders) > MOST_ENCODERS or "llm" in self.encoders:
+            got = ", ".join(self.encoders)
+            raise ConfigError(f"encoders must be at most {MOST_ENCODERS}, none of them called llm, got {got}")
+
 
 @dataclass(frozen=True)
 class StepPlan:
     """Where the samples of a micro-batch go, on all ranks. Every rank makes the same plan from the same numbers."""
 
     sizes: Mapping[str, IntArray]
-    """Each of ``COLUMNS``, (samples,), over all ranks; other columns may stand beside them."""
-    to_vision: Rearrangement
-    to_llm: Rearrangement
+    """Each of ``columns(encoders)``, (samples,), over all ranks; other columns may stand beside them."""
+    moves: Mapping[str, Rearrangement]
+    """From where samples were drawn to where each encoder works on them, by its name, and the LLM, ``"llm"``."""
     costs: Costs
-    total_targets: int
+    total_targets: float
     """Target tokens of the whole step: of all its micro-batches."""
     weighed: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """With a link, of each phase: seconds of computing that its move saves, and seconds that its exchanges take."""
 
     @cached_property
-    def features(self) -> Rearrangement:
-        """From where samples are encoded to where the LLM gets them, at once."""
-        return self.to_llm.after(self.to_vision.inverse())
+    def features(self) -> dict[str, Rearrangement]:
+        """Of each encoder: from where samples are encoded to where the LLM gets them, at once."""
+        return {name: self.moves["llm"].after(self.moves[name].inverse()) for name in self.costs.encoders}
 
     @cached_property
     def digest(self) -> int:
         """62 bits of a hash of where all samples go, by which ranks notice that they hold other plans."""
         digest = sha256()
-        for ranks in (self.to_vision.source, self.to_vision.destination, self.to_llm.destination):
+        for ranks in (self.moves["llm"].source, *(move.destination for move in self.moves.values())):
             digest.update(ranks.astype(np.int32).tobytes())
         return int.from_bytes(digest.digest()[:8], "little") >> 2
 
     @cached_property
     def imbalance(self) -> dict[str, tuple[float, float]]:
-        """The largest rank's cost over the mean, as drawn and as planned, of both phases; 1 where nothing is to do."""
-        moves = zip(("vision", "llm"), _phases(self.sizes, self.costs), (self.to_vision, self.to_llm), strict=True)
+        """The largest rank's cost over the mean, as drawn and as planned, of each phase; 1 where nothing is to do."""
+        drawn = self.moves["llm"].inverse().after(self.moves["llm"])
+        phases = _phases(self.sizes, self.costs)
         return {
-            name: (phase.over_mean(Rearrangement(move.source, move.source, move.num_ranks)), phase.over_mean(move))
-            for name, phase, move in moves
+            name: (phases[name].over_mean(drawn), phases[name].over_mean(move)) for name, move in self.moves.items()
         }
 
     def describe(self) -> str:
         """One line, to be printed: how even each phase was and is, or why it stays as it was drawn."""
         parts = []
-        moves = (("vision encoder", self.to_vision), ("LLM", self.to_llm))
-        for (name, move), (phase, (before, after)) in zip(moves, self.imbalance.items(), strict=True):
+        for phase, (before, after) in self.imbalance.items():
+            move = self.moves[phase]
             if moved := np.count_nonzero(move.source != move.destination):
                 then = f"-> {after:.2f}, {moved} of {len(move)} samples move"
             elif phase in self.weighed:
@@ -120,61 +190,68 @@ class StepPlan:
                 then = f"as drawn (to move would save {saved} of computing and take {taken} of exchange)"
             else:
                 then = f"as drawn (less than {self.costs.least_gain:.0%} to gain)"
-            parts.append(f"{name} {before:.2f} {then}")
+            parts.append(f"{phase_name(phase)} {before:.2f} {then}")
         return f"largest rank over mean: {'; '.join(parts)}"
 
 
 def plan_step(
-    source: IntArray, sizes: Mapping[str, IntArray], num_ranks: int, costs: Costs, *, total_targets: int
+    source: IntArray, sizes: Mapping[str, IntArray], num_ranks: int, costs: Costs, *, total_targets: float
 ) -> StepPlan:
-    """Divide a micro-batch's samples anew for the vision encoder and for the LLM."""
+    """Divide a micro-batch's samples anew for each encoder and for the LLM."""
     if (sizes["llm_tokens"] < 1).any():
         raise DataError(f"samples must have tokens, got none in sample {int(sizes['llm_tokens'].argmin())}")
     # 1. Divide each phase on its own. 2. Keep what was drawn where a move does not pay: by seconds of computing and of
     # exchanges with a link, by the share of the cost that it saves without one.
     phases = _phases(sizes, costs)
     drawn = Rearrangement(source, source, num_ranks)
-    divided = [_divided(drawn, phase, costs.ranks_per_node) for phase in phases]
+    moves = {name: _divided(drawn, phase, costs.ranks_per_node) for name, phase in phases.items()}
     if costs.link is not None:
-        vision, llm, weighed = _weighed(drawn, divided, phases, sizes, costs.link)
-        return StepPlan(sizes, vision, llm, costs, total_targets, weighed)
-    for number, phase in enumerate(phases):
+        moves, weighed = _weighed(drawn, moves, phases, sizes, costs.link)
+        return StepPlan(sizes, moves, costs, total_targets, weighed)
+    for name, phase in phases.items():
         before = phase.largest(drawn)
-        gains = before - phase.largest(divided[number]) >= costs.least_gain * before
+        gains = before - phase.largest(moves[name]) >= costs.least_gain * before
         if not gains and phase.fits(drawn):
-            divided[number] = drawn
-    return StepPlan(sizes, divided[0], divided[1], costs, total_targets)
+            moves[name] = drawn
+    return StepPlan(sizes, moves, costs, total_targets)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Phase:
-    cost: CostModel
-    loads: Load
-    volumes: IntArray
-    """What each sample brings to the phase and takes of its limit, (samples,)."""
-    limit: int | None
-    padded: bool = False
+    told: PhaseCosts
+    loads: Mapping[str, FloatArray]
+    """What each sample brings, by the names of ``Load``, (samples,)."""
+    units: str
+    """What the phase works on, and what its limit counts: a column of the loads, whose squares are ``squared``."""
+    squared: str
+
+    @property
+    def volumes(self) -> FloatArray:
+        return self.loads[self.units]
 
     @cached_property
     def costs(self) -> FloatArray:
-        return self.cost(self.loads)  # of each sample
+        return self.told.cost(Load(**self.loads))  # of each sample
 
     def of_ranks(self, move: Rearrangement) -> FloatArray:
         """What each rank computes once samples have moved, (num_ranks,)."""
         ranks, num_ranks = move.destination, move.num_ranks
-        if not self.padded:
+        if self.told.method not in PADDED:
             return np.bincount(ranks, self.costs, num_ranks).astype(np.float64)
-        # Each of a rank's rows is as long as the longest.
-        counts, longest = np.bincount(ranks, minlength=num_ranks), self._longest(move)
-        units, squared = (
-            np.bincount(ranks, sizes, num_ranks) for sizes in (self.loads.vision_units, self.loads.vision_squared)
-        )
-        return self.cost(Load(units, counts * longest, counts * longest**2, squared))
+        # Each of a rank's rows is as long as the longest: in all that works on tokens one by one, and in attention.
+        rows, longest = self._rows(move)
+        sums: dict[str, FloatArray] = {
+            name: np.bincount(ranks, values, num_ranks).astype(np.float64) for name, values in self.loads.items()
+        }
+        if self.told.method == "padded":
+            sums[self.units] = rows * longest
+        return self.told.cost(Load(**sums | {self.squared: rows * longest**2}))
 
-    def _longest(self, move: Rearrangement) -> FloatArray:
+    def _rows(self, move: Rearrangement) -> tuple[FloatArray, FloatArray]:
+        """Rows of each rank, and the longest of them, (num_ranks,)."""
         longest = np.zeros(move.num_ranks)
         np.maximum.at(longest, move.destination, self.volumes)
-        return longest
+        return np.bincount(move.destination, self.volumes > 0, move.num_ranks).astype(np.float64), longest
 
     def largest(self, move: Rearrangement) -> float:
         return float(self.of_ranks(move).max(initial=0))
@@ -187,72 +264,83 @@ class _Phase:
 
     def fits(self, move: Rearrangement) -> bool:
         """Whether no rank is over the limit, once samples have moved."""
-        if self.limit is None:
+        if self.told.limit is None:
             return True
-        ranks, num_ranks = move.destination, move.num_ranks
-        if self.padded:
-            return bool((np.bincount(ranks, minlength=num_ranks) * self._longest(move)).max(initial=0) <= self.limit)
-        return bool(np.bincount(ranks, self.volumes, num_ranks).max(initial=0) <= self.limit)
+        if self.told.method == "padded":
+            rows, longest = self._rows(move)
+            return bool((rows * longest).max(initial=0) <= self.told.limit)
+        return bool(np.bincount(move.destination, self.volumes, move.num_ranks).max(initial=0) <= self.told.limit)
 
 
-def _phases(sizes: Mapping[str, IntArray], costs: Costs) -> tuple[_Phase, _Phase]:
-    tokens, limits = sizes["llm_tokens"].astype(np.float64), costs.limits
-    loads = Load(sizes["vision_units"], tokens, tokens**2, sizes["vision_squared"])
-    most_units, most_tokens = (None, None) if limits is None else (limits.vision_units, limits.llm_tokens)
-    return (
-        _Phase(costs.vision, loads, sizes["vision_units"], most_units),
-        _Phase(costs.llm, loads, sizes["llm_tokens"], most_tokens, costs.padded),
-    )
+def _phases(sizes: Mapping[str, IntArray], costs: Costs) -> dict[str, _Phase]:
+    """Of each encoder, and of the LLM behind them."""
+    tokens = sizes["llm_tokens"].astype(np.float64)
+    text = {"llm_tokens": tokens, "llm_tokens_squared": tokens**2}
+
+    def loads(encoder: str) -> dict[str, FloatArray]:
+        units, squared = (sizes[f"{encoder}_{what}"].astype(np.float64) for what in ("units", "squared"))
+        return {"vision_units": units, "vision_squared": squared, **text}
+
+    phases = {
+        name: _Phase(told, loads(name), "vision_units", "vision_squared") for name, told in costs.encoders.items()
+    }
+    zeros = {"vision_units": 0 * tokens, **text}
+    return phases | {"llm": _Phase(costs.llm, zeros, "llm_tokens", "llm_tokens_squared")}
 
 
 def _divided(drawn: Rearrangement, phase: _Phase, ranks_per_node: int | None) -> Rearrangement:
     """Bring samples to where the phase is even; a sample that brings nothing to the phase stays where it was drawn."""
-    num_ranks = drawn.num_ranks
-    if phase.padded:
-        destination = divide(phase.volumes, num_ranks, method="padded")
+    num_ranks, volumes, limit = drawn.num_ranks, phase.volumes, phase.told.limit
+    # Without limits "even" would leave a tenth of what Algorithm 1 leaves, which is 1 % at most, and take longer.
+    method = phase.told.method or ("longest_first" if limit is None else "even")
+    if method == "even":
+        sizes, limits = (None, None) if limit is None else (volumes, [limit])
+        destination = divide(phase.costs, num_ranks, sizes=sizes, limits=limits)
+    else:
+        # A sample without units is no row.
+        rows = volumes > 0 if method in PADDED else slice(None)
+        destination = drawn.source.copy()
+        destination[rows] = divide((volumes if method in BY_LENGTH else phase.costs)[rows], num_ranks, method=method)
         if not phase.fits(Rearrangement(drawn.source, destination, num_ranks)):
             raise InfeasibleError(
-                f"rows must fit within the {phase.limit} tokens of limits on every rank, padding among them, got "
-                f"{len(phase.volumes)} samples of up to {phase.volumes.max()} on {num_ranks} ranks; draw fewer at once"
+                f"rows must fit within the {limit} tokens of limits on every rank, padding among them, got "
+                f"{len(volumes)} samples of up to {volumes.max():.0f} on {num_ranks} ranks; draw fewer at once"
             )
-    elif phase.limit is None:  # "even" would leave a tenth of the rest, which is 1 % at most, and take longer
-        destination = divide(phase.costs, num_ranks, method="longest_first")
-    else:
-        destination = divide(phase.costs, num_ranks, sizes=phase.volumes, limits=[phase.limit])
     if ranks_per_node is not None:
         # Which rank takes which of the divided lists does not matter to balance.
-        volumes = Rearrangement(drawn.source, destination, num_ranks).sparse_volumes(phase.volumes)
-        destination = keep_in_nodes(volumes, ranks_per_node).rank_of[destination]
-    return Rearrangement(drawn.source, np.where(phase.volumes == 0, drawn.source, destination), num_ranks)
+        carried = Rearrangement(drawn.source, destination, num_ranks).sparse_volumes(volumes)
+        destination = keep_in_nodes(carried, ranks_per_node).rank_of[destination]
+    return Rearrangement(drawn.source, np.where(volumes == 0, drawn.source, destination), num_ranks)
 
 
 def _weighed(
     drawn: Rearrangement,
-    divided: Sequence[Rearrangement],
-    phases: Sequence[_Phase],
+    divided: Mapping[str, Rearrangement],
+    phases: Mapping[str, _Phase],
     sizes: Mapping[str, IntArray],
     link: Link,
-) -> tuple[Rearrangement, Rearrangement, dict[str, tuple[float, float]]]:
-    """The moves of both phases that take least time in all, and what each would save and take beside the other."""
+) -> tuple[dict[str, Rearrangement], dict[str, tuple[float, float]]]:
+    """The moves of all phases that take least time in all, and what each would save and take beside the others."""
+    # As drawn, a move of its own in each phase: what it carries is known by it.
+    still = {name: Rearrangement(drawn.source, drawn.source, drawn.num_ranks) for name in phases}
+    known: dict[tuple[Rearrangement, ...], FloatArray | None] = {}
+    of_ranks = {move: phases[name].of_ranks(move) for moves in (still, divided) for name, move in moves.items()}
 
-    def seconds(vision: Rearrangement, llm: Rearrangement) -> tuple[float, float]:
+    def seconds(moves: Mapping[str, Rearrangement]) -> tuple[float, float]:
         """Seconds of computing, until the last rank is done, and of exchanges."""
-        pixels, tokens = sizes["vision_units"] * link.vision_unit_bytes, sizes["llm_tokens"] * link.token_bytes
-        # Pixels and text leave together; features follow when they are encoded.
-        features = (llm.after(vision.inverse()), sizes["image_tokens"] * link.image_token_bytes)
-        exchanged = link.seconds((vision, pixels), (llm, tokens)) + link.seconds(features)
+        exchanged, busy = link.seconds_of_all(moves, sizes, known), [of_ranks[move] for move in moves.values()]
         if exchanged or link.phases_meet:
-            return phases[0].largest(vision) + phases[1].largest(llm), exchanged
+            return sum(float(seconds.max(initial=0)) for seconds in busy), exchanged
         # Nobody waits between phases: a rank with less of the one may have more of the other.
-        return float(np.sum([phase.of_ranks(vision) for phase in phases], axis=0).max()), 0.0
+        return float(np.sum(busy, axis=0).max()), 0.0
 
-    # Four pairs of moves at most: each phase as drawn, unless that breaks a limit, or as divided.
-    choices = [[drawn, move] if phase.fits(drawn) else [move] for phase, move in zip(phases, divided, strict=True)]
-    vision, llm = min(product(*choices), key=lambda moves: sum(seconds(*moves)))  # the first of equals: as drawn
-    # For the line that says why: each phase moved and not, beside what the other does.
-    pairs = {"vision": ((drawn, llm), (divided[0], llm)), "llm": ((vision, drawn), (vision, divided[1]))}
+    # Two choices a phase: as drawn, unless that breaks a limit, or as divided.
+    choices = [[still[name], divided[name]] if phase.fits(drawn) else [divided[name]] for name, phase in phases.items()]
+    combined = (dict(zip(phases, moves, strict=True)) for moves in product(*choices))
+    best = min(combined, key=lambda moves: sum(seconds(moves)))  # the first of equals: as drawn
+    # For the line that says why: each phase moved and not, beside what the others do.
     weighed = {}
-    for name, (stays, moves) in pairs.items():
-        (before, without), (after, taken) = seconds(*stays), seconds(*moves)
+    for name in phases:
+        (before, without), (after, taken) = (seconds({**best, name: move}) for move in (still[name], divided[name]))
         weighed[name] = (before - after, taken - without)
-    return vision, llm, weighed
+    return best, weighed

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from omnibal.errors import ConfigError
 from omnibal.integrations.apart import TYPES
+from omnibal.integrations.encoders import blank_image, image_tokens
 from omnibal.integrations.leaks import PackingCheck, compare, plain_words
 from omnibal.integrations.packing import Collator, PackCollator, arguments_of, as_alone, positions_of, videos_of
-from omnibal.integrations.rearranging import blank_image, image_tokens
 
 SHAPES: Final = ((1, 0, 11), (0, 1, 14), (2, 0, 5), (0, 0, 8))
 """Images, videos and words of made-up samples: unlike in size, and no two of them with as many tokens."""

@@ -162,6 +162,7 @@ class PackCollator(SampleCollator):
         lengths: Vision units and tokens that the packs were planned with, to refuse other samples; None to take any.
         absorb: Whether samples of other lengths are trained all the same, as far as ranks stay alike.
         arguments: Names that the model takes: tensors under other names are dropped, as the model would ignore them.
+        further: Names of tensors that samples have beside those of images, for encoders of a ``RearrangedModel``.
     """
 
     def __init__(
@@ -172,9 +173,10 @@ class PackCollator(SampleCollator):
         *,
         absorb: bool = False,
         arguments: frozenset[str] | None = None,
+        further: Iterable[str] = (),
     ) -> None:
         super().__init__(lengths, absorb=absorb)
-        self._collate, self._positions, self._arguments = collate, positions, arguments
+        self._collate, self._positions, self._arguments, self._further = collate, positions, arguments, {*further}
         self._takes_videos = videos_of(positions) is not None
 
     def sample(self, item: Any) -> dict[str, Tensor]:
@@ -187,7 +189,7 @@ class PackCollator(SampleCollator):
         fields = {name: value for name, value in fields.items() if not self._is_idle(name, value)}
         refuse_missing(fields, self._arguments)
         known = {*PER_TOKEN, *PER_IMAGE} - (set() if self._takes_videos else {*PER_VIDEO})
-        surplus = sorted(set(fields) - known)
+        surplus = sorted(set(fields) - known - self._further)
         if surplus:
             why = "; ".join(f"{name}: {WHY_LEFT_OUT[name]}" for name in surplus if name in WHY_LEFT_OUT)
             raise DataError(
@@ -204,7 +206,7 @@ class PackCollator(SampleCollator):
 
     def _is_idle(self, name: str, value: Any) -> bool:
         """Whether the model ignores a field: a note of the dataset, such as the name or index of a sample."""
-        if name not in TYPES and name in {*PER_TOKEN, *PER_IMAGE, *WHY_LEFT_OUT}:
+        if name not in TYPES and name in {*PER_TOKEN, *PER_IMAGE, *WHY_LEFT_OUT, *self._further}:
             return False
         return not isinstance(value, Tensor) or (self._arguments is not None and name not in self._arguments)
 
@@ -302,10 +304,10 @@ def _padded(rows: Tensor, shape: Sequence[int]) -> Tensor:
     return pad(rows, [amount for size in reversed(behind) for amount in (0, size)])
 
 
-def rows_of_images(samples: Iterable[Mapping[str, Tensor]]) -> Shapes:
+def rows_of_images(samples: Iterable[Mapping[str, Tensor]], names: Sequence[str] = PER_IMAGE) -> Shapes:
     """The largest row of each tensor of a rank's images; DataError where rows are unlike each other."""
     return largest_rows(
-        ("", name, (tuple(of[name].shape[1:]), of[name].dtype)) for of in samples for name in PER_IMAGE if name in of
+        ("", name, (tuple(of[name].shape[1:]), of[name].dtype)) for of in samples for name in names if name in of
     )
 
 

@@ -1,10 +1,8 @@
-"""Samples drawn at random are rearranged over ranks, once for the vision encoder and once for the LLM (OrchMLLM)."""
+"""Samples drawn at random are rearranged over ranks, for each encoder and for the LLM (OrchMLLM)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from inspect import Parameter, signature
-from math import prod
-from pathlib import Path
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -14,9 +12,6 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
-from transformers import models
-from transformers.modeling_outputs import BaseModelOutputWithPooling
-from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
 from omnibal.cost import IntArray
 from omnibal.dispatch.exchange import exchange
@@ -24,8 +19,9 @@ from omnibal.dispatch.step_plan import StepPlan
 from omnibal.errors import ConfigError
 from omnibal.formats.collate import IGNORED
 from omnibal.integrations.apart import TYPES, mask_images
+from omnibal.integrations.encoders import Encoder, encoders_of, place_of
 from omnibal.integrations.losses import loss_per_target
-from omnibal.integrations.packing import STATEFUL, as_one_row, check_packed, two_texts
+from omnibal.integrations.packing import STATEFUL, check_packed, two_texts
 from omnibal.ranks import Meeting, failures_reach_all_ranks
 
 Sample = Mapping[str, Tensor]
@@ -77,47 +73,53 @@ class Drawn:
     tokens: Tensor
     """Columns of ids, labels, types and positions of all tokens, sample after sample, (tokens, 3 + rows of
     positions)."""
-    images: Mapping[str, Tensor]
-    """Tensors of images, sample after sample, under the same names on all ranks: with no rows on a rank without images;
-    empty where no rank has any. ``plan.sizes`` has each sample's rows by the same names."""
+    inputs: Mapping[str, Tensor]
+    """Tensors that encoders take, sample after sample, under the same names on all ranks: with no rows on a rank
+    without any; none where no rank has one. ``plan.sizes`` has each sample's rows by the same names."""
     plan: StepPlan
     check: StepCheck
     """Compares this micro-batch with those of the other ranks."""
 
 
+def features_of(kind: str) -> str:
+    """Name of the sizes that count a kind's features, beside a plan's own columns."""
+    return f"{kind} features"
+
+
 class RearrangedModel(nn.Module):
-    """A vision-language model of transformers whose ranks work on each other's samples.
+    """A model with encoders and an LLM whose ranks work on each other's samples.
 
     Give it to DistributedDataParallel, ``fully_shard`` or ``deepspeed.initialize`` in place of the model, and call it
-    with what a ``RearrangingLoader`` yields. Pixels go to where the vision encoder is even, features from there to
-    where the LLM is even, and text there too; gradients take the way back. Weights get the gradients that they get
-    without it, but for the order of sums. A rank without an image encodes a blank one whose features count for
-    nothing, so that all ranks run the same layers. If the encoder and what follows it are frozen, nothing goes back.
+    with what a ``RearrangingLoader`` yields. Inputs go to where their encoder is even, features from there to where the
+    LLM is even, and text there too; gradients take the way back. Weights get the gradients that they get without it,
+    but for the order of sums. A rank without an image encodes a blank one whose features count for nothing, so that all
+    ranks run the same layers. If an encoder and what follows it are frozen, nothing goes back.
 
     A rank that fails tells the others: each says so and ends within seconds, where it would wait for the failed one.
     Before the forward and the backward pass of a micro-batch ranks compare its number and its plan: a rank that has
     skipped a step ends all with a message.
 
     Args:
-        model: Takes ``mm_encoder_outputs``, as about eighty of transformers' models do, and packs by positions that
-            restart; with ``get_image_features``.
+        model: Packs by positions that restart, and takes what its encoders place: the models of ``encoders_of`` do.
         group: Of the ranks that share samples, as of the loader; by default all.
-        blank: What ``model.model.get_image_features`` takes of a small image, for ranks without one; by default made
-            from the model's configuration. Its pixels must not be zeros, which some models take for padding.
+        encoders: Those of the loader; by default ``encoders_of(model)``.
 
     Raises:
-        ConfigError: The model does not take encoded images; the message names those that do. Or its configuration does
-            not tell what an image is like.
+        ConfigError: What ``encoders_of`` raises.
     """
 
     def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup | None = None, *, blank: Mapping[str, Tensor] | None = None
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup | None = None,
+        *,
+        encoders: Mapping[str, Encoder] | None = None,
     ) -> None:
         super().__init__()
         self.model = model
-        self._phases = Phases(model, model, group, blank)
-        config: Any = model.config
-        if config.model_type in STATEFUL:
+        self._phases = Phases(model, model, encoders or encoders_of(model), group)
+        config: Any = getattr(model, "config", None)
+        if getattr(config, "model_type", None) in STATEFUL:
             check_packed(model, *two_texts(config))  # makes layers keep samples apart
         mask_images(model)
 
@@ -130,29 +132,20 @@ class RearrangedModel(nn.Module):
 
 
 class Phases:
-    """The forward pass of ``RearrangedModel``; ``forward`` computes the model's outputs once images are encoded."""
+    """The forward pass of ``RearrangedModel``; ``forward`` computes the model's outputs once inputs are encoded."""
 
     def __init__(
         self,
         model: nn.Module,
         forward: Callable[..., Any],
+        encoders: Mapping[str, Encoder],
         group: dist.ProcessGroup | None = None,
-        blank: Mapping[str, Tensor] | None = None,
     ) -> None:
-        takes = "mm_encoder_outputs" in signature(model.forward).parameters
-        if not takes or not hasattr(getattr(model, "model", None), "get_image_features"):
-            raise ConfigError(
-                "model must take mm_encoder_outputs and have model.get_image_features, as those of "
-                f"{', '.join(taking_encoded_images())} do, got {type(model).__name__}"
-            )
-        self.model, self._forward, self._group = model, forward, group
+        self.model, self._forward, self._group, self._encoders = model, forward, group, encoders
         self._passes = Passes(model)
-        self._takes = [*_taken_of_images(model)]
-        self._blank = dict(blank or blank_image(model))
-        self._listed = False
 
     def __call__(self, drawn: Drawn) -> Tensor:
-        if (planned := drawn.plan.to_llm.num_ranks) != (num_ranks := dist.get_world_size(self._group)):
+        if (planned := drawn.plan.moves["llm"].num_ranks) != (num_ranks := dist.get_world_size(self._group)):
             raise ConfigError(f"group must be that of the loader, of {planned} ranks, got one of {num_ranks}")
         self._passes.begin_forward(drawn.check)  # raises on all ranks alike
         with failures_reach_all_ranks():
@@ -161,54 +154,51 @@ class Phases:
         return loss
 
     def _loss(self, drawn: Drawn) -> Tensor:
-        # Three all-to-alls at most: pixels with text, features, and in the backward pass the features' gradients.
+        # Three all-to-alls at most: inputs with text, features, and in the backward pass the features' gradients.
         plan, sizes = drawn.plan, drawn.plan.sizes
-        tensors = {name: self._placed(tensor) for name, tensor in drawn.images.items()}  # none where no rank has any
-        moves = dict.fromkeys(tensors, plan.to_vision) | {"tokens": plan.to_llm}
+        tensors = {name: self._placed(tensor) for name, tensor in drawn.inputs.items()}  # none where no rank has any
+        moves = {name: plan.moves[encoder.phase] for encoder in self._encoders.values() for name in encoder.takes}
+        moves = {name: moves[name] for name in tensors} | {"tokens": plan.moves["llm"]}
         tensors["tokens"] = self._placed(drawn.tokens)
-        images = exchange(tensors, {**sizes, "tokens": sizes["llm_tokens"]}, moves, self._group)
-        tokens = images.pop("tokens")
-        features = self._encode(images)
-        features = exchange(features, dict.fromkeys(features, sizes["image_tokens"]), plan.features, self._group)
-        return self._language(tokens, features, plan)
+        inputs = exchange(tensors, {**sizes, "tokens": sizes["llm_tokens"]}, moves, self._group)
+        tokens, encoded, begun = inputs.pop("tokens"), dict[str, Tensor](), set[str]()
+        for kind, encoder in self._encoders.items():
+            # A phase's first encoder always runs, for hosts wait for gradients of all parameters; a further one runs on
+            # all ranks or on none.
+            if encoder.phase not in begun or sizes[features_of(kind)].any():
+                found = self._encode(encoder, {name: inputs[name] for name in encoder.takes if name in inputs})
+                encoded |= {f"{kind}/{name}": value for name, value in found.items()}
+            begun.add(encoder.phase)
+        kinds = {name: name.partition("/")[0] for name in encoded}
+        rows = {name: sizes[features_of(kind)] for name, kind in kinds.items()}
+        ways = {name: plan.features[self._encoders[kind].phase] for name, kind in kinds.items()}
+        return self._language(tokens, exchange(encoded, rows, ways, self._group), plan)
 
     def _placed(self, tensor: Tensor) -> Tensor:
         """Bring a tensor to the model's device, and floats to its precision, which is less to send than 32 bits."""
-        device, dtype = _place(self.model)
+        device, dtype = place_of(self.model)
         # A copy from pinned memory that converts would convert on the processor, into memory that is not pinned.
         tensor = tensor.to(device, non_blocking=True)
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    def _encode(self, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Features of the images at hand, (image tokens, hidden); deep-stack features beside them."""
-        blank = not len(images.get("pixel_values", ()))
-        inner: Any = self.model.model
-        if unknown := images.keys() - {*self._takes}:
-            takes = f"{', '.join(self._takes)}, as {type(self.model).__name__} encodes them"
-            raise ConfigError(f"images must come as {takes}, got {', '.join(sorted(unknown))} too")
-        given = {name: self._placed(tensor) for name, tensor in self._blank.items()} if blank else images
-        encoded = inner.get_image_features(**as_one_row(given))
-        # Some models give features as a list with a tensor for each image, and want them back like this.
-        self._listed = not isinstance(encoded.pooler_output, Tensor)
-        features = {"features": _joined(encoded.pooler_output)}
-        for number, layer in enumerate(getattr(encoded, "deepstack_features", None) or ()):
-            features[f"deepstack_{number}"] = _joined(layer)
-        return {name: value[:0] + 0 * value.sum() for name, value in features.items()} if blank else features
+    def _encode(self, encoder: Encoder, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Features of the inputs at hand, without rows where there is none."""
+        if len(inputs.get(encoder.takes[0], ())):
+            return dict(encoder.encode(inputs))
+        blank = {name: self._placed(tensor) for name, tensor in encoder.blank().items()}
+        return {name: value[:0] + 0 * value.sum() for name, value in encoder.encode(blank).items()}
 
     def _language(self, tokens: Tensor, features: Mapping[str, Tensor], plan: StepPlan) -> Tensor:
-        sizes = plan.sizes["llm_tokens"][plan.to_llm.brought_to(dist.get_rank(self._group))]
+        sizes = plan.sizes["llm_tokens"][plan.moves["llm"].brought_to(dist.get_rank(self._group))]
         if len(tokens) == 0:  # no sample came here: one token that predicts nothing
             tokens, sizes = tokens.new_zeros((1, tokens.shape[1])), np.ones(1, dtype=np.int64)
             tokens[:, 1] = IGNORED
-        arguments, labels = self._rows(tokens, sizes) if plan.costs.padded else self._pack(tokens)
-        if len(features["features"]):
-            encoded: list[Any] = [[value] if self._listed else value for value in features.values()]
-            whole, *deep = encoded
-            arguments["mm_encoder_outputs"] = {
-                "image": BaseModelOutputWithDeepstackFeatures(pooler_output=whole, deepstack_features=deep)
-                if deep
-                else BaseModelOutputWithPooling(pooler_output=whole)
-            }
+        arguments, labels = self._rows(tokens, sizes) if plan.costs.llm.method == "padded" else self._pack(tokens)
+        for kind, encoder in self._encoders.items():
+            own = f"{kind}/"
+            of_kind = {name.removeprefix(own): value for name, value in features.items() if name.startswith(own)}
+            if any(len(value) for value in of_kind.values()):
+                arguments = encoder.place(arguments, of_kind)
         outputs = self._forward(**arguments)
         loss = loss_per_target(outputs, labels, plan.total_targets)
         # All ranks must call the backward all-to-all, also a rank that uses none of its features.
@@ -237,94 +227,6 @@ class Phases:
         """Types of tokens under the name that the model takes, if it takes any."""
         takes = signature(self.model.forward).parameters
         return {name: types for name in TYPES if name in takes}
-
-
-def blank_image(model: Any) -> dict[str, Tensor]:
-    """A small image as a model's encoder takes it, in the precision of its weights."""
-    takes = _taken_of_images(model)
-    try:
-        kinds = {"image_grid_thw": _blank_patches, "image_position_ids": _blank_places}
-        blank = next((kinds[name] for name in kinds if name in takes), _blank_tiles)(model)
-    except AttributeError:
-        blank = {}
-    needed = [name for name, parameter in takes.items() if parameter.default is parameter.empty]
-    if not blank.keys() >= {*needed}:
-        raise ConfigError(
-            f"blank must be a small image of {', '.join(needed)}, as {type(model).__name__} encodes it, got none, and "
-            "the model's configuration does not tell one; pass RearrangedModel(model, blank={...})"
-        )
-    return blank
-
-
-def image_tokens(model: Any, images: Mapping[str, Tensor]) -> int:
-    """How many tokens of the language model stand for some images."""
-    if not images:
-        return 0
-    with torch.no_grad():
-        encoded = model.model.get_image_features(**as_one_row(images))
-    return len(_joined(encoded.pooler_output))
-
-
-def _taken_of_images(model: Any) -> dict[str, Parameter]:
-    """Arguments of a model's encoder, tensors and settings."""
-    parameters = signature(model.model.get_image_features).parameters
-    gathering = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-    return {name: parameter for name, parameter in parameters.items() if parameter.kind not in gathering}
-
-
-def _blank_patches(model: Any) -> dict[str, Tensor]:
-    """A blank image for encoders of native resolution: as many patches as make one token."""
-    vision = model.config.vision_config
-    side = vision.spatial_merge_size
-    values = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
-    pixels = torch.ones((side**2, values), dtype=_place(model)[1])
-    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])}
-
-
-def _blank_places(model: Any) -> dict[str, Tensor]:
-    """A blank image for encoders that are told where each patch is: as many patches as make two by two tokens."""
-    vision = model.config.vision_config
-    places = torch.cartesian_prod(*2 * [torch.arange(2 * vision.pooling_kernel_size)])[None]
-    pixels = torch.ones((1, places.shape[1], 3 * vision.patch_size**2), dtype=_place(model)[1])
-    return {"pixel_values": pixels, "image_position_ids": places}
-
-
-def _blank_tiles(model: Any) -> dict[str, Tensor]:
-    """A blank image of one tile; for models that see a grid of tiles beside the whole, the smallest grid."""
-    takes = _taken_of_images(model)
-    config, vision, tiles = model.config, model.config.vision_config, 1
-    # Pixtral takes images of any size: two by two tokens, for Mistral3 cannot encode a single one.
-    native = hasattr(config, "spatial_merge_size")
-    size = 2 * vision.patch_size * config.spatial_merge_size if native else vision.image_size
-    height, width = image = (size, size) if isinstance(size, int) else size
-    if pinpoints := getattr(config, "image_grid_pinpoints", None):
-        image = min(pinpoints, key=prod)
-        tiles += prod(image) // (height * width)
-    blank = {"pixel_values": torch.ones((tiles, vision.num_channels, height, width), dtype=_place(model)[1])}
-    if "image_sizes" in takes and takes["image_sizes"].default is Parameter.empty:
-        blank["image_sizes"] = torch.tensor([image])
-    if "pixel_attention_mask" in takes:
-        blank["pixel_attention_mask"] = torch.ones((tiles, height, width), dtype=torch.long)
-    return blank
-
-
-def _place(model: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Device and precision of a model: those of its first weight that is not quantized to integers."""
-    weight = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
-    return weight.device, weight.dtype
-
-
-def taking_encoded_images() -> list[str]:
-    """Names of transformers' model types that take ``mm_encoder_outputs``, as their source files say."""
-    files = sorted(Path(str(models.__file__)).parent.glob("*/modeling_*.py"))
-    return sorted({file.parent.name for file in files if "mm_encoder_outputs" in file.read_text(encoding="utf-8")})
-
-
-def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
-    """Features of all images, (image tokens, hidden)."""
-    if isinstance(features, Tensor):
-        return features.reshape(-1, features.shape[-1])
-    return torch.cat([*features])
 
 
 class Passes:

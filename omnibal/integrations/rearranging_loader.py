@@ -15,13 +15,16 @@ from torch import Tensor
 from omnibal.advise.wait import sample_costs
 from omnibal.cost import IntArray
 from omnibal.data.limits import PackLimits
-from omnibal.dispatch.step_plan import COLUMNS, Costs, Link, StepPlan, plan_step
+from omnibal.data.packing_spec import DEFAULT_COST
+from omnibal.dispatch.step_plan import Costs, Link, PhaseCosts, StepPlan, columns, plan_step
 from omnibal.errors import ConfigError, DataError, said
 from omnibal.feeds.feed import ahead
 from omnibal.formats.collate import IGNORED
 from omnibal.integrations.apart import TYPES
+from omnibal.integrations.encoders import Encoder, blank_image, phases_of
 from omnibal.integrations.packing import (
-    PER_IMAGE,
+    PER_TOKEN,
+    PER_VIDEO,
     PackCollator,
     Shapes,
     images_of,
@@ -29,15 +32,14 @@ from omnibal.integrations.packing import (
     rows_of_images,
 )
 from omnibal.integrations.padded import RowCollator
-from omnibal.integrations.rearranging import Drawn, StepCheck, blank_image
+from omnibal.integrations.rearranging import Drawn, StepCheck, features_of
 from omnibal.integrations.trainer_steps import counted_profile
 from omnibal.profile.records import Level
 from omnibal.ranks import Meeting, gather, new_gloo_group
 
 AHEAD: Final = 2  # steps that are drawn and planned before they are wanted
-TOLD: Final = (*COLUMNS, *PER_IMAGE)
-"""What ranks tell each other of a sample: the columns of a plan, and the rows of each tensor of its images."""
 MEASURED_BYTES: Final = 2**24  # that each rank sends to measure the link: some ten images
+SECONDS: Final = PER_VIDEO[-1]  # of videos: positions are counted from them before samples travel
 RUNS: Final = 4  # exchanges that are timed: the fastest counts, since the first ones connect the ranks
 
 _iterations = count()  # numbers the iterations of all loaders of this process, which ranks begin in the same order
@@ -64,11 +66,13 @@ class RearrangingLoader:
             of the loader. If it has ``state_dict`` and ``load_state_dict``, as torchdata's loaders do, they are used to
             resume; else as many micro-batches as were trained are drawn and thrown away.
         collator: Makes tensors of an item: a ``PackCollator``, or a ``RowCollator`` for models that cannot pack.
-        image_token_id: Stands in ``input_ids`` for each of an image's features.
-        costs: What a sample costs in both phases; by default tiles or patches, and a decoder block's operations.
+        encoders: Those of the model, by the kind of their inputs, as ``encoders_of`` makes them.
+        costs: What a sample costs in each phase; by default an encoder's units, and a decoder block's operations.
         micro_batches: Micro-batches of a step (gradient accumulation): the loss is a mean over the targets of all.
-        group: The ranks that share samples, the same as of the ``RearrangedModel``; by default all. The loss is the
-            mean over the target tokens of this group.
+        group: The ranks that share samples, the same as of the ``RearrangedModel``; by default all.
+        replicas: All ranks over which gradients are averaged, ``group`` among them, of which the loss is the mean over
+            all target tokens; by default those of ``group``. They run equally many steps. Give
+            ``dist.group.WORLD`` where ranks share samples within a node or a hybrid ZeRO group alone.
         prints: Whether rank 0 says how even the first step was and is.
     """
 
@@ -79,21 +83,30 @@ class RearrangingLoader:
         source: Iterable[Sequence[Any]],
         collator: PackCollator,
         *,
-        image_token_id: int,
+        encoders: Mapping[str, Encoder],
         costs: Costs | None = None,
         micro_batches: int = 1,
         group: dist.ProcessGroup | None = None,
+        replicas: dist.ProcessGroup | None = None,
         prints: bool = True,
     ) -> None:
-        self._source, self._collator, self._image_token_id = source, collator, image_token_id
-        self._costs = replace(costs or Costs(), padded=isinstance(collator, RowCollator))
+        self._source, self._collator, self._encoders = source, collator, encoders
+        phases = phases_of(encoders)
+        self._costs = _costs_of(phases, costs, padded=isinstance(collator, RowCollator))
+        self._inputs = [name for encoder in encoders.values() for name in encoder.takes]
+        # What ranks tell each other of a sample: a plan's columns, and rows of each kind's features and tensors.
+        self._told = (*columns(phases), *map(features_of, encoders), *self._inputs)
         self._micro_batches = micro_batches
         positions = collator.num_positions
-        settings = f"micro_batches={micro_batches}, {positions} rows of positions, {self._costs}"
+        settings = f"micro_batches={micro_batches}, {positions} rows of positions, {', '.join(encoders)}, {self._costs}"
+        replicas = replicas or group
+        self._ranks, sharing = dist.get_process_group_ranks(replicas), dist.get_process_group_ranks(group)
+        if missing := {*sharing} - {*self._ranks}:
+            raise ConfigError(f"replicas must have all ranks of group, got none of rank {min(missing)}")
         # A gloo group of its own, since a thread gathers what ranks draw.
-        self._settings, self._group, self._meeting = settings, new_gloo_group(group), Meeting(group)
-        self._ranks = dist.get_process_group_ranks(group)
-        self._num_ranks = len(self._ranks)
+        self._settings, self._group, self._meeting = settings, new_gloo_group(replicas), Meeting(group)
+        self._sharing = [self._ranks.index(rank) for rank in sharing]  # among the replicas
+        self._num_ranks = len(sharing)
         self._prints = prints and dist.get_rank() == 0
         self._steps_done, self._state = 0, None
 
@@ -154,41 +167,40 @@ class RearrangingLoader:
         told: tuple[list[IntArray], Shapes] | DataError
         try:
             read = [[self._collator.sample(item) for item in batch] for batch in islice(batches, self._micro_batches)]
-            if any("pixel_values_videos" in sample for sample in chain(*read)):
-                raise DataError("samples must hold images and text to be rearranged, got a video; balance packs videos")
-            if any("input_features" in sample for sample in chain(*read)):
-                raise DataError("samples must hold images and text to be rearranged, got a sound; balance packs sounds")
+            self._refuse_unknown(chain(*read))
             tokens = [self._tokens(batch) for batch in read]
             state = self._source.state_dict() if hasattr(self._source, "state_dict") else None
-            told = [self._sizes(batch) for batch in read], rows_of_images(chain(*read))
+            told = [self._sizes(batch) for batch in read], rows_of_images(chain(*read), self._inputs)
         except Exception as error:
             told = DataError(said(error))
         of_ranks, shapes = self._gather(told, iteration, number)
         if not any(of_ranks):
             return None
-        nothing = np.zeros((len(TOLD), 0), dtype=np.int64)
+        nothing = np.zeros((len(self._told), 0), dtype=np.int64)
         per_batch = [
             [sizes[batch] if batch < len(sizes) else nothing for sizes in of_ranks]
             for batch in range(max(map(len, of_ranks)))
         ]
         # Weights change after the last micro-batch of a step: a short step is filled up with empty micro-batches.
         per_batch += [[nothing] * len(of_ranks)] * (self._micro_batches - len(per_batch))
-        total = sum(int(sizes[COLUMNS.index("target_tokens")].sum()) for ranks in per_batch for sizes in ranks)
+        targets = sum(int(sizes[self._told.index("target_tokens")].sum()) for ranks in per_batch for sizes in ranks)
+        # RearrangedModel multiplies by the ranks that share samples, and hosts average over all replicas.
+        total = targets * self._num_ranks / len(self._ranks)
         missing = self._micro_batches - len(read)
         read, tokens = read + [[]] * missing, tokens + [self._tokens([])] * missing
         drawn = []
         for batch, (of_samples, samples, ranks) in enumerate(zip(tokens, read, per_batch, strict=True)):
-            images, plan = images_of(samples, shapes), self._plan(ranks, total)
+            inputs, plan = images_of(samples, shapes), self._plan([ranks[rank] for rank in self._sharing], total)
             check = StepCheck(self._meeting, (iteration, number, batch), plan.digest)
             drawn.append(
-                Drawn(_pinned(of_samples), {name: _pinned(rows) for name, rows in images.items()}, plan, check)
+                Drawn(_pinned(of_samples), {name: _pinned(rows) for name, rows in inputs.items()}, plan, check)
             )
         return _Step(drawn, state)
 
     def _gather(
         self, told: tuple[list[IntArray], Shapes] | DataError, iteration: int, step: int
     ) -> tuple[list[list[IntArray]], Shapes]:
-        """Sizes of the micro-batches of all ranks, each (len(TOLD), samples), and the largest rows of images.
+        """Sizes of the micro-batches of all ranks, each (len(told), samples), and the largest rows of inputs.
 
         A rank that has failed (a DataError in place of what it has drawn), has other settings, or is at another step
         ends all ranks.
@@ -207,27 +219,33 @@ class RearrangingLoader:
             rows += [(f"rank {rank}: ", name, shape) for name, shape in shapes.items()]
         return [sizes for _, _, sizes, _ in gathered], largest_rows(rows)
 
-    def _plan(self, ranks: Sequence[IntArray], total_targets: int) -> StepPlan:
+    def _plan(self, ranks: Sequence[IntArray], total_targets: float) -> StepPlan:
         source = np.repeat(np.arange(len(ranks)), [sizes.shape[1] for sizes in ranks])
-        sizes = dict(zip(TOLD, np.concatenate(ranks, axis=1), strict=True))
+        sizes = dict(zip(self._told, np.concatenate(ranks, axis=1), strict=True))
         plan = plan_step(source, sizes, len(ranks), self._costs, total_targets=total_targets)
         _ = plan.features, plan.imbalance, plan.digest  # cached in this thread, rather than when the model runs
         return plan
 
     def _sizes(self, samples: Sequence[Mapping[str, Tensor]]) -> IntArray:
-        """All of ``TOLD``, (len(TOLD), samples)."""
-        rows = [
-            (
-                len(sample.get("pixel_values", ())),
-                int(sample["image_grid_thw"].prod(dim=1).square().sum()) if "image_grid_thw" in sample else 0,
-                int((sample["input_ids"] == self._image_token_id).sum()),
-                len(sample["input_ids"]),
-                int((sample["labels"] != IGNORED).sum()),
-                *(len(sample.get(name, ())) for name in PER_IMAGE),
-            )
-            for sample in samples
-        ]
-        return np.array(rows, dtype=np.int64).reshape(-1, len(TOLD)).T
+        """All that is told of samples, (len(told), samples)."""
+        rows = []
+        for sample in samples:
+            ids, found = sample["input_ids"], dict.fromkeys(self._told, 0)
+            for kind, encoder in self._encoders.items():
+                count, of_kind = int((ids == encoder.token_id).sum()), (*encoder.units(sample),)
+                for what, value in zip(("units", "squared", "tokens"), (*of_kind, count), strict=True):
+                    found[f"{encoder.phase}_{what}"] += value
+                found[features_of(kind)] = count
+                found |= {name: len(sample.get(name, ())) for name in encoder.takes}
+            found |= {"llm_tokens": len(ids), "target_tokens": int((sample["labels"] != IGNORED).sum())}
+            rows.append([*found.values()])
+        return np.array(rows, dtype=np.int64).reshape(-1, len(self._told)).T
+
+    def _refuse_unknown(self, samples: Iterable[Mapping[str, Tensor]]) -> None:
+        known = {*self._inputs, *PER_TOKEN, SECONDS}
+        if unknown := {name for sample in samples for name in sample} - known:
+            expected = f"only what encoders take ({', '.join(self._inputs)}) beside tokens"
+            raise DataError(f"samples must hold {expected}, got {', '.join(sorted(unknown))}")
 
     def _tokens(self, samples: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """``Drawn.tokens`` of samples."""
@@ -237,6 +255,21 @@ class RearrangingLoader:
             types = next((sample[name] for name in TYPES if name in sample), torch.zeros_like(ids))
             tokens.append(torch.stack([ids, sample["labels"], types, *self._collator.positions(sample)], dim=1))
         return torch.cat(tokens)
+
+
+def _costs_of(phases: Sequence[str], costs: Costs | None, *, padded: bool) -> Costs:
+    """Costs of all phases: of encoders that nobody has weighed, their units."""
+    costs = costs or Costs({})
+    if surplus := costs.encoders.keys() - {*phases}:
+        raise ConfigError(f"costs.encoders must name phases of {', '.join(phases)}, got {', '.join(sorted(surplus))}")
+    method = costs.llm.method or ("padded" if padded else None)
+    if (method == "padded") != padded:
+        raise ConfigError(
+            "costs.llm.method must be 'padded' under a RowCollator and another one under a PackCollator, got "
+            f"{method!r} under a {'Row' if padded else 'Pack'}Collator"
+        )
+    encoders = {phase: costs.encoders.get(phase, PhaseCosts()) for phase in phases}
+    return replace(costs, encoders=encoders, llm=replace(costs.llm, method=method))
 
 
 def _pinned(tensor: Tensor) -> Tensor:
@@ -260,7 +293,7 @@ def counted_costs(
         model: A model of transformers, before it is wrapped or sharded.
         device: Where the model will train; by default where it is.
         group: The ranks that share samples; by default all.
-        limits: The most that a rank may hold, as in ``Costs``.
+        limits: The most vision units that a rank encodes, and the most tokens that its LLM gets.
         recompute: At which level layers run their backward passes.
         phases_meet: Whether ranks wait for each other between phases, as in ``Link``.
         num_positions: Rows of a token's positions.
@@ -271,18 +304,19 @@ def counted_costs(
     """
     device = device or next(model.parameters()).device
     on_gpu = device.type == "cuda"
+    units, tokens = (None, None) if limits is None else (limits.vision_units, limits.llm_tokens)
     profile = counted_profile(model, torch.cuda.get_device_name(device) if on_gpu else None)
     if profile is None:
-        return Costs(limits=limits)
+        return Costs({"vision": PhaseCosts(limit=units)}, PhaseCosts(DEFAULT_COST, tokens))
     vision, llm = sample_costs(profile, recompute=recompute)
-    costs = Costs(vision=vision, llm=llm, limits=limits)
+    costs = Costs({"vision": PhaseCosts(vision, units)}, PhaseCosts(llm, tokens))
     if not on_gpu:
         return costs
     latency, speed = measured_link(group, device)
     return replace(costs, link=Link(latency, speed, **carried_bytes(model, num_positions), phases_meet=phases_meet))
 
 
-def carried_bytes(model: Any, num_positions: int) -> dict[str, float]:
+def carried_bytes(model: Any, num_positions: int) -> dict[str, Any]:
     """The fields of ``Link`` in bytes, for a model of transformers."""
     config, pixels = model.config, blank_image(model)["pixel_values"]
     layers = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
@@ -293,8 +327,8 @@ def carried_bytes(model: Any, num_positions: int) -> dict[str, float]:
     language = {id(parameter) for module in modules for parameter in module.parameters()}
     comes_back = any(p.requires_grad and id(p) not in language for p in model.parameters())
     return {
-        "vision_unit_bytes": float(pixels.nbytes / len(pixels)),
-        "image_token_bytes": float(features * (2 if comes_back else 1)),
+        "unit_bytes": {"vision": float(pixels.nbytes / len(pixels))},
+        "feature_bytes": {"vision": float(features * (2 if comes_back else 1))},
         "token_bytes": 8.0 * (3 + num_positions),
     }
 

@@ -14,7 +14,9 @@ from transformers import Trainer, TrainerState
 
 from omnibal.advise.wait import MEETINGS
 from omnibal.data.limits import PackLimits
+from omnibal.dispatch.step_plan import phase_name
 from omnibal.errors import ConfigError
+from omnibal.integrations.encoders import Encoder, encoders_of
 from omnibal.integrations.losses import keeps_sft_loss
 from omnibal.integrations.packing import PackCollator, arguments_of, positions_of, two_texts
 from omnibal.integrations.padded import RowCollator
@@ -85,7 +87,8 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
     positions = positions_of(model.config)
     kind = RowCollator if padded else PackCollator
     collator = kind(trainer.data_collator, positions, arguments=arguments_of(model))
-    _rearrange_forward(model)
+    encoders = encoders_of(model)
+    _rearrange_forward(model, encoders)
     costs = counted_costs(
         model,
         device=trainer.args.device,
@@ -95,9 +98,7 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
         num_positions=collator.num_positions,
     )
     source, micro_batches = _source(trainer, rank, num_ranks), trainer.args.gradient_accumulation_steps
-    loader = RearrangingLoader(
-        source, collator, image_token_id=model.config.image_token_id, costs=costs, micro_batches=micro_batches
-    )
+    loader = RearrangingLoader(source, collator, encoders=encoders, costs=costs, micro_batches=micro_batches)
     batches = RearrangedBatches(loader, source, trainer)
 
     def batches_of_epochs() -> DataLoader[Any]:
@@ -127,10 +128,10 @@ def _source(trainer: Trainer, rank: int, num_ranks: int) -> Stream | DatasetDraw
     return DatasetDraws(dataset, size, rank, num_ranks, data_seed(trainer), options)
 
 
-def _rearrange_forward(model: Any) -> None:
+def _rearrange_forward(model: Any, encoders: Mapping[str, Encoder]) -> None:
     """Let the model's own forward pass take what a loader drew: modules, names and wrappers of the model stay."""
     plain = model.forward
-    phases = Phases(model, plain)
+    phases = Phases(model, plain, encoders)
     # A copy of the model shares this function, and must not run the original.
     of_any = getattr(plain, "__func__", lambda _, *args, **inputs: plain(*args, **inputs))
 
@@ -148,14 +149,14 @@ class RearrangedBatches(PlacedBatches):
         super().__init__(loader, trainer)
         self.source = source
         self._beginning = self._next = loader.state_dict()
-        self.imbalances: list[list[tuple[float, float]]] = []
+        self.imbalances: list[Mapping[str, tuple[float, float]]] = []
 
     def _batches(self) -> Iterator[dict[str, Any]]:
         # From the beginning, where nothing was resumed: Trainer leaves an epoch's last iteration unfinished.
         self._loader.load_state_dict(self._next)
         self._next = self._beginning
         for drawn in self._loader:
-            self.imbalances.append([*drawn.plan.imbalance.values()])
+            self.imbalances.append(drawn.plan.imbalance)
             # Trainer counts tokens by input_ids.
             yield {"input_ids": drawn.tokens[None, :, 0], "rearranged": drawn}
 
@@ -185,7 +186,7 @@ class RearrangingCallback(RecipeCallback):
 
     def __init__(self, trainer: Trainer, made_from: Mapping[str, Any], batches: RearrangedBatches) -> None:
         self._trainer, self._made_from, self._batches = trainer, made_from, batches
-        self._sum, self._count = np.zeros((2, 2)), 0
+        self._sums, self._count = dict[str, Any](), 0
 
     def made_from(self) -> dict[str, Any]:
         return dict(self._made_from)
@@ -200,16 +201,19 @@ class RearrangingCallback(RecipeCallback):
         found, self._batches.imbalances = self._batches.imbalances, []
         if not found:
             return {}
-        self._sum, self._count = self._sum + np.sum(found, axis=0), self._count + len(found)
-        names = ("imbalance_vision_drawn", "imbalance_vision", "imbalance_llm_drawn", "imbalance_llm")
-        return dict(zip(names, np.mean(found, axis=0).ravel().tolist(), strict=True))
+        sums = {phase: np.sum([each[phase] for each in found], axis=0) for phase in found[0]}
+        self._sums = {phase: self._sums.get(phase, 0) + values for phase, values in sums.items()}
+        self._count += len(found)
+        return {
+            f"imbalance_{phase}{when}": float(value) / len(found)
+            for phase, values in sums.items()
+            for when, value in zip(("_drawn", ""), values, strict=True)
+        }
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         """Say in one line how even ranks were."""
         self.logged()
         if self._count and state.is_world_process_zero:
-            (vision_drawn, vision), (llm_drawn, llm) = self._sum / self._count
-            print(
-                f"omnibal: largest rank over mean, of all steps: vision encoder {vision_drawn:.2f} -> {vision:.2f}; "
-                f"LLM {llm_drawn:.2f} -> {llm:.2f}"
-            )
+            means = {phase_name(phase): values / self._count for phase, values in self._sums.items()}
+            told = "; ".join(f"{name} {drawn:.2f} -> {planned:.2f}" for name, (drawn, planned) in means.items())
+            print(f"omnibal: largest rank over mean, of all steps: {told}")

@@ -4,13 +4,14 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForImageTextToText
 
+from omnibal.integrations.encoders import encoders_of
 from omnibal.integrations.packing import PackCollator, positions_of
 from omnibal.integrations.rearranging import RearrangedModel
 from omnibal.integrations.rearranging_loader import RearrangingLoader
 from omnibal.vlm import load_model
 from tests.engine.cases import one_step
 from tests.integrations.items import Collate
-from tests.vlm.families import IMAGE_TOKEN, family_samples
+from tests.vlm.families import family_samples
 
 
 def spread_and_rearranged(case, family):
@@ -19,9 +20,8 @@ def spread_and_rearranged(case, family):
     model = AutoModelForImageTextToText.from_pretrained(case.model, attn_implementation="sdpa", dtype=torch.float32)
     batches = [[samples[index] for index in pack] for pack in case.packs[dist.get_rank()]]
     collator = PackCollator(Collate(family), positions_of(model.config))
-    loader = RearrangingLoader(
-        batches, collator, image_token_id=IMAGE_TOKEN, prints=False, micro_batches=len(batches)
-    )  # fmt: skip
+    encoders = encoders_of(model)
+    loader = RearrangingLoader(batches, collator, encoders=encoders, prints=False, micro_batches=len(batches))
     rearranged = RearrangedModel(model)
     loss = sum(rearranged(drawn) for drawn in loader)
     loss.backward()

@@ -18,20 +18,20 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
-from omnibal.data.limits import PackLimits
 from omnibal.dispatch.exchange import _exchange, exchange
 from omnibal.dispatch.rearrangement import Rearrangement
-from omnibal.dispatch.step_plan import Costs, Link
+from omnibal.dispatch.step_plan import Costs, Link, PhaseCosts
 from omnibal.errors import ConfigError, DataError, InfeasibleError
+from omnibal.integrations.encoders import encoders_of
 from omnibal.integrations.packing import FAMILIES, PackCollator, positions_of
 from omnibal.integrations.padded import RowCollator
-from omnibal.integrations.rearranging import Passes, Phases, RearrangedModel
+from omnibal.integrations.rearranging import Passes, RearrangedModel
 from omnibal.integrations.rearranging_loader import RearrangingLoader, carried_bytes, counted_costs, measured_link
 from omnibal.ranks import failures
 from tests.engine.launch import ROOT, launch
 from tests.families.models import small_config
-from tests.integrations.items import UNPACKED, Collate, collated_backward, config_of, items_of
-from tests.vlm.families import IMAGE_TOKEN, plain_backward, plain_family_model
+from tests.integrations.items import UNPACKED, Collate, collated_backward, config_of, items_of, items_of_kinds
+from tests.vlm.families import plain_backward, plain_family_model
 
 PAGE = ROOT / "docs" / "rearranging.md"
 LEARNING_RATE = 0.05
@@ -53,7 +53,8 @@ def loader_of(family, batches, **options):
     packed, collate = family in FAMILIES, Collate(family)
     positions = positions_of(config_of(family))
     collator = PackCollator(collate, positions) if packed else RowCollator(collate, positions)
-    return RearrangingLoader(batches, collator, image_token_id=IMAGE_TOKEN, prints=False, **options)
+    encoders = encoders_of(plain_family_model(config_of(family)), blank=BLANKS.get(family))
+    return RearrangingLoader(batches, collator, encoders=encoders, prints=False, **options)
 
 
 def batches_of(family, rank):
@@ -66,7 +67,7 @@ def gradients(family):
     model = plain_family_model(config_of(family))
     begun = deepcopy(model.state_dict())
     model.to(device())
-    rearranged = RearrangedModel(model, blank=BLANKS.get(family))
+    rearranged = RearrangedModel(model, encoders=encoders_of(model, blank=BLANKS.get(family)))
     losses = [rearranged(drawn) for drawn in loader_of(family, batches_of(family, dist.get_rank()), micro_batches=3)]
     assert len(losses) == 3
     sum(losses).backward()
@@ -86,7 +87,14 @@ def trained(family, host):
     """Weights after three steps, one micro-batch each, under a host."""
     model = plain_family_model(config_of(family))
     begun = deepcopy(model.state_dict())
+    layers = (*model.model.language_model.layers, *vision_layers(model.model))
     loader = loader_of(family, batches_of(family, dist.get_rank()))
+    return trained_under(host, RearrangedModel(model), loader, layers), begun
+
+
+def trained_under(host, rearranged, loader, layers):
+    """Weights after the steps of a loader; under FSDP layers are sharded one by one."""
+    model = rearranged.model
     if host.startswith("zero"):
         stage = int(host[-1])
         config = {
@@ -95,28 +103,26 @@ def trained(family, host):
             "zero_allow_untested_optimizer": True,
             "gradient_clipping": 0.0,
         }
-        wrapped = RearrangedModel(model)
         optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
-        engine = deepspeed.initialize(model=wrapped, optimizer=optimizer, config=config)[0]
+        engine = deepspeed.initialize(model=rearranged, optimizer=optimizer, config=config)[0]
         for drawn in loader:
             engine.backward(engine(drawn))
             engine.step()
         with deepspeed.zero.GatheredParameters([*model.parameters()], enabled=stage == 3):
-            return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}, begun
+            return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     if host == "fsdp":
-        inner = model.model
-        for layer in (*inner.language_model.layers, *vision_layers(inner)):
+        for layer in layers:
             fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        wrapped = fully_shard(RearrangedModel(model), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        wrapped = fully_shard(rearranged, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     else:
-        wrapped = DistributedDataParallel(RearrangedModel(model))
+        wrapped = DistributedDataParallel(rearranged)
     optimizer = torch.optim.SGD(wrapped.parameters(), LEARNING_RATE)
     for drawn in loader:
         wrapped(drawn).backward()
         optimizer.step()
         optimizer.zero_grad()
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return {name: getattr(weight, "full_tensor", weight.clone)() for name, weight in weights.items()}, begun
+    return {name: getattr(weight, "full_tensor", weight.clone)() for name, weight in weights.items()}
 
 
 def vision_layers(inner):
@@ -157,7 +163,7 @@ def moves_there_and_back():
 
 def the_documented_loop_trains():
     """Word by word."""
-    (loop,) = re.findall(r"```python\n(from omnibal.integrations.packing.*?)```", PAGE.read_text(), re.DOTALL)
+    (loop,) = re.findall(r"```python\n(from omnibal.integrations.encoders.*?)```", PAGE.read_text(), re.DOTALL)
     model = plain_family_model(small_config("internvl"))
     begun = model.lm_head.weight.detach().clone()
     names = {"model": model, "batches": batches_of("internvl", dist.get_rank()), "collate": Collate("internvl")}
@@ -168,6 +174,23 @@ def the_documented_loop_trains():
     dist.broadcast(theirs, 0)
     assert torch.equal(theirs, trained)
     assert not torch.equal(trained, begun)
+
+
+def videos_move_beside_images(family):
+    """In one phase; where a rank alone lacks one of both it encodes a blank, and the last micro-batch has no video."""
+    rank, items = dist.get_rank(), items_of_kinds(family, ("image", "video", "", "image+video", "video"))
+    drawn = [[[0, 3, 2], [1]], [[], [4, 2]], [[2], [0]]]
+    model = plain_family_model(config_of(family))
+    plain, rearranged = deepcopy(model), RearrangedModel(model)
+    batches = [[items[number] for number in (*of_ranks, [], [])[rank]] for of_ranks in drawn]
+    sum(rearranged(of) for of in loader_of(family, batches, micro_batches=3)).backward()
+    collated_backward(plain, [items[number] for of_ranks in drawn for of in of_ranks for number in of], family)
+    for (name, parameter), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        dist.all_reduce(parameter.grad)
+        found = parameter.grad / dist.get_world_size()
+        torch.testing.assert_close(
+            found, expected.grad, rtol=1e-4, atol=1e-5 * float(expected.grad.abs().max()), msg=name
+        )
 
 
 def frozen_encoder_sends_nothing_back():
@@ -235,11 +258,11 @@ def resumes(family="internvl"):
 
 def what_costs_more_than_it_saves_does_not_move(family="internvl"):
     """Then nothing is sent but the plan, and the first line says why."""
-    link = Link(1e9, 1e9, 1.0, 1.0, 1.0)
+    link = Link(1e9, 1e9, {"vision": 1.0}, {"vision": 1.0}, 1.0)
     loader = loader_of(family, batches_of(family, dist.get_rank()), costs=Costs(link=link))
     drawn = next(iter(loader))
-    assert drawn.plan.to_vision.is_still
-    assert drawn.plan.to_llm.is_still
+    assert drawn.plan.moves["vision"].is_still
+    assert drawn.plan.moves["llm"].is_still
     assert drawn.plan.describe().count("as drawn (to move would save ") == 2
     with CommDebugMode() as counted:
         RearrangedModel(plain_family_model(config_of(family)))(drawn).backward()
@@ -323,7 +346,7 @@ def ranks_of_a_group_share_their_samples(size):
     plain = deepcopy(model)
     loader = loader_of("internvl", [[items[number] for number in (rank, rank + 4)]], group=group)
     (drawn,) = loader
-    assert loader.state_dict()["num_ranks"] == drawn.plan.to_llm.num_ranks == size
+    assert loader.state_dict()["num_ranks"] == drawn.plan.moves["llm"].num_ranks == size
     with pytest.raises(ConfigError, match=f"group must be that of the loader, of {size} ranks, got one of {num_ranks}"):
         RearrangedModel(model)(drawn)
     loss = RearrangedModel(model, group)(drawn)
@@ -358,7 +381,7 @@ def ranks_hear_the_lengths_of_all_samples():
     numbers = [[0], [1, 2, 3, 4, 5] if rank else [6], [], [7, 8, 9]]
     drawn = [*loader_of("internvl", [[items[number] for number in of_step] for of_step in numbers])]
     num_ranks, lengths = dist.get_world_size(), [len(item["input_ids"]) for item in items]
-    assert [len(of.plan.to_llm) for of in drawn] == [num_ranks, 1 + 5 * (num_ranks - 1), 0, 3 * num_ranks]
+    assert [len(of.plan.moves["llm"]) for of in drawn] == [num_ranks, 1 + 5 * (num_ranks - 1), 0, 3 * num_ranks]
     assert drawn[1].plan.sizes["llm_tokens"].tolist() == [lengths[6], *(lengths[1:6] * (num_ranks - 1))]
 
 
@@ -385,7 +408,7 @@ def faults_end_all_ranks():
         other_grids[0][1] = other_grids[0][1] | {"image_grid_thw": 2 * other_grids[0][1]["image_grid_thw"]}
     ends(DataError, "^rank 1: TypeError", batches)
     ends(DataError, "^rank 1: .*image", other_grids, "qwen3_vl")
-    costs = Costs(limits=PackLimits(vision_units=99, llm_tokens=20))
+    costs = Costs(llm=PhaseCosts(limit=20))
     ends(
         InfeasibleError,
         r"^sizes must fit within limits .* of at most 20 \(sample",
@@ -446,6 +469,8 @@ def work(families, hosts):
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     moves_there_and_back()
     the_documented_loop_trains()
+    for family in ("qwen2_5_vl", "qwen3_vl"):
+        videos_move_beside_images(family)
     frozen_encoder_sends_nothing_back()
     resumes()
     faults_end_all_ranks()
@@ -528,31 +553,35 @@ def test_a_model_whose_images_nobody_knows_is_told_what_they_are():
     needed = "blank must be a small image of pixel_values, spatial_shapes, pixel_attention_mask, as Lfm2VlFor"
     with pytest.raises(ConfigError, match=needed):
         RearrangedModel(model)
-    phases = Phases(model, model, blank=BLANKS["lfm2_vl"])
+    encoder = encoders_of(model, blank=BLANKS["lfm2_vl"])["image"]
     with pytest.raises(
         ConfigError, match=r"images must come as pixel_values, .* as Lfm2VlFor.*, got image_grid_thw too"
     ):
-        phases._encode({"pixel_values": torch.ones(1, 4, 48), "image_grid_thw": torch.ones(1, 3)})
+        encoder.encode({"pixel_values": torch.ones(1, 4, 48), "image_grid_thw": torch.ones(1, 3)})
 
 
 def test_what_travels_is_weighed():
     model = plain_family_model(small_config("internvl"))
     hidden, vision = model.config.text_config.hidden_size, model.config.vision_config
     height, width = vision.image_size
-    bytes_of = {"vision_unit_bytes": 3 * height * width * 4, "image_token_bytes": 2 * hidden * 4, "token_bytes": 32}
+    bytes_of = {
+        "unit_bytes": {"vision": 3 * height * width * 4},
+        "feature_bytes": {"vision": 2 * hidden * 4},
+        "token_bytes": 32,
+    }
     assert carried_bytes(model, 1) == bytes_of
     for part in (model.model.vision_tower, model.model.multi_modal_projector):
         part.requires_grad_(False)
-    assert carried_bytes(model, 1) == bytes_of | {"image_token_bytes": hidden * 4}  # no gradient comes back
+    assert carried_bytes(model, 1) == bytes_of | {"feature_bytes": {"vision": hidden * 4}}  # no gradient comes back
     deep = plain_family_model(small_config("qwen3_vl"))
     layers = 1 + len(deep.config.vision_config.deepstack_visual_indexes)
     assert layers > 1
-    assert carried_bytes(deep, 4)["image_token_bytes"] == 2 * layers * deep.config.text_config.hidden_size * 4
+    assert carried_bytes(deep, 4)["feature_bytes"]["vision"] == 2 * layers * deep.config.text_config.hidden_size * 4
     costs = counted_costs(model)
     assert costs.link is None  # nobody counts a processor's seconds
-    assert costs.vision.vision_units > 0
-    assert costs.llm.llm_tokens_squared > 0
-    assert costs.llm.fixed == 0
+    assert costs.encoders["vision"].cost.vision_units > 0
+    assert costs.llm.cost.llm_tokens_squared > 0
+    assert costs.llm.cost.fixed == 0
 
 
 def test_a_rank_goes_on_after_whole_backward_passes_alone():

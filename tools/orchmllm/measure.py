@@ -20,12 +20,13 @@ import torch.distributed as dist
 
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.dispatch.step_plan import Costs, StepPlan, plan_step
+from omnibal.integrations.encoders import encoders_of
 from omnibal.integrations.packing import PackCollator, positions_of
 from omnibal.integrations.rearranging import RearrangedModel
 from omnibal.integrations.rearranging_loader import RearrangingLoader
 from omnibal.processes import free_port
 from tools.bench import machine
-from tools.dropin.run import IMAGE_TOKEN, RANKS, SHORTER, Samples, add_up, lengths_of, model_of
+from tools.dropin.run import RANKS, SHORTER, Samples, add_up, lengths_of, model_of
 
 BATCH = 8
 """Samples that a rank draws."""
@@ -44,7 +45,7 @@ class TimedLoader(RearrangingLoader):
     def _next_step(self, *where: Any) -> Any:
         return timed(self.steps, partial(super()._next_step, *where))
 
-    def _plan(self, ranks: Any, total_targets: int) -> StepPlan:
+    def _plan(self, ranks: Any, total_targets: float) -> StepPlan:
         return timed(self.plans, partial(super()._plan, ranks, total_targets))
 
 
@@ -74,7 +75,7 @@ def compare(rank: int, port: int, kind: str, minutes: float, out: str) -> None:
         TimedLoader(
             ([samples[int(number)] for number in of_ranks[rank]] for of_ranks in order()),
             collator,
-            image_token_id=IMAGE_TOKEN,
+            encoders=encoders_of(model),
             costs=Costs(least_gain=least_gain),
             prints=False,
         )
@@ -120,7 +121,7 @@ def planning(num_ranks: int) -> str:
     source, matrix = np.repeat(np.arange(num_ranks), 16), torch.rand(STEP, STEP)
     samples = generator.choice(len(lengths), len(source))
     units, tokens = lengths.vision_units[samples], lengths.llm_tokens[samples]
-    sizes = {"vision_units": units, "vision_squared": 0 * units, "image_tokens": units}
+    sizes = {"vision_units": units, "vision_squared": 0 * units, "vision_tokens": units}
     sizes |= {"llm_tokens": tokens, "target_tokens": tokens}
     taken: list[float] = []
 

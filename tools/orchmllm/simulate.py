@@ -15,7 +15,7 @@ from omnibal.device import DEVICES
 from omnibal.dispatch.divide import divide
 from omnibal.dispatch.nodes import keep_in_nodes
 from omnibal.dispatch.rearrangement import Rearrangement
-from omnibal.dispatch.step_plan import Costs, Link, StepPlan, plan_step
+from omnibal.dispatch.step_plan import Costs, Link, PhaseCosts, plan_step
 from omnibal.families import family_of
 from omnibal.profile.counted import analytic_profile
 from tools.dropin.simulate import INTERNVL_8B, QWEN_7B
@@ -50,9 +50,9 @@ class Setting:
         self.feature_bytes = features_per_unit * config["text_config"]["hidden_size"] * 2
 
         self.product = Costs(
-            vision=replace(self.vision, fixed=0.0),
-            llm=replace(self.llm, fixed=0.0),
-            link=Link(LATENCY, BETWEEN_NODES, bytes_per_unit, 2 * self.feature_bytes, 3 * 8),
+            {"vision": PhaseCosts(replace(self.vision, fixed=0.0))},
+            PhaseCosts(replace(self.llm, fixed=0.0)),
+            link=Link(LATENCY, BETWEEN_NODES, {"vision": bytes_per_unit}, {"vision": 2 * self.feature_bytes}, 3 * 8),
         )
 
     def loads(self, samples: np.ndarray) -> Load:
@@ -67,7 +67,7 @@ class Setting:
         return {
             "vision_units": units,
             "vision_squared": np.zeros_like(units) if squared is None else squared[samples],
-            "image_tokens": units,
+            "vision_tokens": units,
             "llm_tokens": self.lengths.llm_tokens[samples],
             "target_tokens": np.ones_like(units),
         }
@@ -75,7 +75,7 @@ class Setting:
     def costs(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of each sample in both phases; what a micro-batch costs whatever it holds is left out."""
         loads = self.loads(samples)
-        return self.product.vision(loads), self.product.llm(loads)
+        return self.product.encoders["vision"].cost(loads), self.product.llm.cost(loads)
 
 
 def step_seconds(costs: tuple[np.ndarray, np.ndarray], ranks: Destinations, num_ranks: int) -> float:
@@ -161,22 +161,14 @@ def left_idle(setting: Setting, num_ranks: int) -> None:
             source = np.repeat(np.arange(num_ranks), [len(group) for group in groups])
             samples = np.array([sample for group in groups for sample in group])
             plan = plan_step(source, setting.sizes(samples), num_ranks, setting.product, total_targets=1)
-            costs, ranks = setting.costs(samples), (plan.to_vision.destination, plan.to_llm.destination)
+            costs, ranks = setting.costs(samples), tuple(move.destination for move in plan.moves.values())
             before.append(idle(costs, (source, source), num_ranks))
             after.append(idle(costs, ranks, num_ranks))
-            exchanged = exchange_seconds(plan)
+            exchanged = plan.costs.link.seconds_of_all(plan.moves, plan.sizes)
             drawn, moved = (step_seconds(costs, of, num_ranks) for of in ((source, source), ranks))
             gain.append(drawn / (moved + exchanged))
         cells = [f"{share:.1%}" for share in (*np.mean(before, axis=0), *np.mean(after, axis=0))]
         print(f"| {num_ranks} | {way.name} | {' | '.join(cells)} | {np.mean(gain):.2f} |", flush=True)
-
-
-def exchange_seconds(plan: StepPlan) -> float:
-    """Of all that travels."""
-    link, sizes = plan.costs.link, plan.sizes
-    pixels, tokens = sizes["vision_units"] * link.vision_unit_bytes, sizes["llm_tokens"] * link.token_bytes
-    together = link.seconds((plan.to_vision, pixels), (plan.to_llm, tokens))
-    return together + link.seconds((plan.features, sizes["image_tokens"] * link.image_token_bytes))
 
 
 def main() -> None:

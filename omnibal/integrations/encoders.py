@@ -1,0 +1,239 @@
+"""What the encoders of a model take and give: of transformers' models, and of any model by the protocol ``Encoder``."""
+
+from collections.abc import Mapping, Sequence
+from inspect import Parameter, signature
+from math import prod
+from pathlib import Path
+from typing import Any, Final, Literal, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import models
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
+
+from omnibal.errors import ConfigError
+from omnibal.formats.collate import GRIDS
+from omnibal.integrations.packing import PER_IMAGE, PER_SOUND, PER_VIDEO, as_one_row, positions_of, videos_of
+
+IMAGE: Final = tuple(name for name in PER_IMAGE if name not in (*PER_VIDEO, *PER_SOUND))
+VIDEO: Final = ("pixel_values_videos", "video_grid_thw")
+"""What encoders take of videos; their seconds matter to positions alone."""
+
+
+class Encoder(Protocol):
+    """One kind of input of a model: what it takes of a sample, what it costs, what it gives, and where that goes.
+
+    ``encoders_of`` makes encoders of transformers' models that take ``mm_encoder_outputs``. For another model, write
+    a class with these members for each kind of input, and give its objects, by name, to ``RearrangingLoader`` and
+    ``RearrangedModel``.
+    """
+
+    @property
+    def phase(self) -> str:
+        """Name of the phase. Encoders of one phase travel together, as images and videos of one vision encoder do."""
+
+    @property
+    def takes(self) -> Sequence[str]:
+        """Names of a sample's tensors that the encoder takes, whose rows belong to the sample, (rows, ...).
+
+        The first one has rows in every sample with this kind of input.
+        """
+
+    @property
+    def token_id(self) -> int:
+        """The token in ``input_ids`` that stands for each feature."""
+
+    def units(self, sample: Mapping[str, Tensor]) -> tuple[int, int]:
+        """What a sample brings to the encoder: units of work, and the sum of squares within which it attends."""
+
+    def blank(self) -> Mapping[str, Tensor]:
+        """The smallest input, of the tensors in ``takes``, for ranks without one; its features count for nothing."""
+
+    def encode(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Features of all samples at hand, sample after sample, (features, ...); several by name where layers differ.
+
+        Args:
+            tensors: Those in ``takes``, on the model's device, with the rows of all samples: at least one row.
+        """
+
+    def place(self, arguments: dict[str, Any], features: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The arguments of the model's forward pass with this encoder's features among them.
+
+        Args:
+            arguments: ``input_ids`` and ``position_ids`` of this rank's samples, and what encoders before this one
+                have placed.
+            features: What ``encode`` gives, of the samples in ``input_ids``: a feature for each ``token_id``.
+        """
+
+
+class VisionEncoder:
+    """Images or videos of a model of transformers that takes ``mm_encoder_outputs``."""
+
+    phase = "vision"
+
+    def __init__(
+        self, model: nn.Module, blank: Mapping[str, Tensor] | None = None, kind: Literal["image", "video"] = "image"
+    ) -> None:
+        takes = "mm_encoder_outputs" in signature(model.forward).parameters
+        if not takes or not hasattr(getattr(model, "model", None), "get_image_features"):
+            raise ConfigError(
+                "model must take mm_encoder_outputs and have model.get_image_features, as those of "
+                f"{', '.join(taking_encoded_images())} do, got {type(model).__name__}; describe another model's "
+                "encoders by omnibal.integrations.encoders.Encoder"
+            )
+        self._model, self._kind, self._listed = cast("Any", model), kind, False
+        self._known = [*_taken(model, kind)]
+        self._blank = dict(blank or blank_image(model))
+        if kind == "video":  # one slice is an image
+            self._blank = {name: self._blank[of] for name, of in zip(VIDEO, ("pixel_values", GRIDS), strict=True)}
+        self.takes = VIDEO if kind == "video" else IMAGE
+
+    @property
+    def token_id(self) -> int:
+        return int(getattr(self._model.config, f"{self._kind}_token_id"))
+
+    def units(self, sample: Mapping[str, Tensor]) -> tuple[int, int]:
+        grids = sample.get(f"{self._kind}_grid_thw")
+        # Qwen's encoders attend within a temporal slice.
+        squared = 0 if grids is None else int((grids[:, 0] * grids[:, 1:].prod(dim=1).square()).sum())
+        return len(sample.get(self.takes[0], ())), squared
+
+    def blank(self) -> Mapping[str, Tensor]:
+        return self._blank
+
+    def encode(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Features, and deep-stack features beside them."""
+        if unknown := tensors.keys() - {*self._known}:
+            takes = f"{', '.join(self._known)}, as {type(self._model).__name__} encodes them"
+            raise ConfigError(f"{self._kind}s must come as {takes}, got {', '.join(sorted(unknown))} too")
+        features = getattr(self._model.model, f"get_{self._kind}_features")
+        encoded = features(**(as_one_row(tensors) if self._kind == "image" else tensors))
+        # Some models give features as a list with a tensor for each image, and want them back like this.
+        self._listed = not isinstance(encoded.pooler_output, Tensor)
+        deep = getattr(encoded, "deepstack_features", None) or ()
+        return {
+            "features": _joined(encoded.pooler_output),
+            **{f"deepstack_{number}": _joined(layer) for number, layer in enumerate(deep)},
+        }
+
+    def place(self, arguments: dict[str, Any], features: Mapping[str, Tensor]) -> dict[str, Any]:
+        encoded: list[Any] = [[value] if self._listed else value for value in features.values()]
+        whole, *deep = encoded
+        outputs = (
+            BaseModelOutputWithDeepstackFeatures(pooler_output=whole, deepstack_features=deep)
+            if deep
+            else BaseModelOutputWithPooling(pooler_output=whole)
+        )
+        return arguments | {"mm_encoder_outputs": {**arguments.get("mm_encoder_outputs", {}), self._kind: outputs}}
+
+
+def encoders_of(model: Any, *, blank: Mapping[str, Tensor] | None = None) -> dict[str, Encoder]:
+    """The encoders of a model of transformers that takes ``mm_encoder_outputs``, by the kind of their inputs.
+
+    Args:
+        model: As it is before it is wrapped.
+        blank: What ``model.model.get_image_features`` takes of a small image, for ranks without one; by default made
+            from the model's configuration. Its pixels must not be zeros, which some models take for padding.
+
+    Raises:
+        ConfigError: The model does not take encoded images; the message names those that do. Or its configuration does
+            not tell what an image is like.
+    """
+    encoders: dict[str, Encoder] = {"image": VisionEncoder(model, blank)}
+    if videos_of(positions_of(model.config)) is not None:
+        encoders["video"] = VisionEncoder(model, blank, "video")
+    return encoders
+
+
+def phases_of(encoders: Mapping[str, Encoder]) -> list[str]:
+    """Names of the phases, in the order of their first encoders."""
+    return [*dict.fromkeys(encoder.phase for encoder in encoders.values())]
+
+
+def blank_image(model: Any) -> dict[str, Tensor]:
+    """A small image as a model's encoder takes it, in the precision of its weights."""
+    takes = _taken(model)
+    try:
+        kinds = {"image_grid_thw": _blank_patches, "image_position_ids": _blank_places}
+        blank = next((kinds[name] for name in kinds if name in takes), _blank_tiles)(model)
+    except AttributeError:
+        blank = {}
+    needed = [name for name, parameter in takes.items() if parameter.default is parameter.empty]
+    if not blank.keys() >= {*needed}:
+        raise ConfigError(
+            f"blank must be a small image of {', '.join(needed)}, as {type(model).__name__} encodes it, got none, and "
+            "the model's configuration does not tell one; pass encoders_of(model, blank={...})"
+        )
+    return blank
+
+
+def image_tokens(model: Any, images: Mapping[str, Tensor]) -> int:
+    """How many tokens of the language model stand for some images."""
+    if not images:
+        return 0
+    with torch.no_grad():
+        encoded = model.model.get_image_features(**as_one_row(images))
+    return len(_joined(encoded.pooler_output))
+
+
+def _taken(model: Any, kind: str = "image") -> dict[str, Parameter]:
+    """Arguments of a model's encoder, tensors and settings."""
+    parameters = signature(getattr(model.model, f"get_{kind}_features")).parameters
+    gathering = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    return {name: parameter for name, parameter in parameters.items() if parameter.kind not in gathering}
+
+
+def _blank_patches(model: Any) -> dict[str, Tensor]:
+    """A blank image for encoders of native resolution: as many patches as make one token."""
+    vision = model.config.vision_config
+    side = vision.spatial_merge_size
+    values = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
+    pixels = torch.ones((side**2, values), dtype=place_of(model)[1])
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])}
+
+
+def _blank_places(model: Any) -> dict[str, Tensor]:
+    """A blank image for encoders that are told where each patch is: as many patches as make two by two tokens."""
+    vision = model.config.vision_config
+    places = torch.cartesian_prod(*2 * [torch.arange(2 * vision.pooling_kernel_size)])[None]
+    pixels = torch.ones((1, places.shape[1], 3 * vision.patch_size**2), dtype=place_of(model)[1])
+    return {"pixel_values": pixels, "image_position_ids": places}
+
+
+def _blank_tiles(model: Any) -> dict[str, Tensor]:
+    """A blank image of one tile; for models that see a grid of tiles beside the whole, the smallest grid."""
+    takes = _taken(model)
+    config, vision, tiles = model.config, model.config.vision_config, 1
+    # Pixtral takes images of any size: two by two tokens, for Mistral3 cannot encode a single one.
+    native = hasattr(config, "spatial_merge_size")
+    size = 2 * vision.patch_size * config.spatial_merge_size if native else vision.image_size
+    height, width = image = (size, size) if isinstance(size, int) else size
+    if pinpoints := getattr(config, "image_grid_pinpoints", None):
+        image = min(pinpoints, key=prod)
+        tiles += prod(image) // (height * width)
+    blank = {"pixel_values": torch.ones((tiles, vision.num_channels, height, width), dtype=place_of(model)[1])}
+    if "image_sizes" in takes and takes["image_sizes"].default is Parameter.empty:
+        blank["image_sizes"] = torch.tensor([image])
+    if "pixel_attention_mask" in takes:
+        blank["pixel_attention_mask"] = torch.ones((tiles, height, width), dtype=torch.long)
+    return blank
+
+
+def place_of(model: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Device and precision of a model: those of its first weight that is not quantized to integers."""
+    weight = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
+    return weight.device, weight.dtype
+
+
+def taking_encoded_images() -> list[str]:
+    """Names of transformers' model types that take ``mm_encoder_outputs``, as their source files say."""
+    files = sorted(Path(str(models.__file__)).parent.glob("*/modeling_*.py"))
+    return sorted({file.parent.name for file in files if "mm_encoder_outputs" in file.read_text(encoding="utf-8")})
+
+
+def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
+    """Features of all images, (image tokens, hidden)."""
+    if isinstance(features, Tensor):
+        return features.reshape(-1, features.shape[-1])
+    return torch.cat([*features])

@@ -1,0 +1,180 @@
+"""A model with several encoders, described by the protocol ``Encoder``: what plain training gives, sample by sample."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from omnibal.cost import CostModel
+from omnibal.dispatch.step_plan import Costs, PhaseCosts
+from omnibal.errors import ConfigError
+from omnibal.integrations.losses import loss_per_target
+from omnibal.integrations.packing import PackCollator
+from omnibal.integrations.rearranging import RearrangedModel
+from omnibal.integrations.rearranging_loader import RearrangingLoader, _costs_of
+from tests.engine.launch import launch
+from tests.integrations.test_rearranging import LEARNING_RATE, trained_under
+
+IMAGE, CLIP, SOUND, WORDS = 1, 2, 3, 4
+PATCH, BAND, HIDDEN = 6, 5, 16
+# Rank 1 draws texts alone first; the last micro-batch leaves all but one rank without a sample.
+DRAWN = [[[0, 1, 2], [3, 4], [5], [6, 7]], [[8, 9], [10, 5], [11, 0], [2]], [[7, 10, 4], [], [], []]]
+# Patches of an image, patches of a clip, frames of a sound, words.
+CONTENTS = [
+    *((8, 0, 6, 5), (0, 4, 0, 7), (4, 0, 0, 4), (0, 0, 0, 9), (0, 0, 0, 3), (0, 0, 20, 6)),
+    *((2, 6, 2, 5), (0, 0, 8, 4), (12, 0, 0, 3), (0, 0, 4, 8), (0, 8, 10, 6), (6, 0, 2, 5)),
+]
+
+
+class SeeingAndHearing(nn.Module):
+    """One encoder for images and clips, one for sounds, and an LLM that takes their features in place of tokens."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.sight = nn.Sequential(nn.Linear(2 * PATCH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, HIDDEN))
+        self.hearing = nn.Sequential(nn.Linear(2 * BAND, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN))
+        sizes = {"vocab_size": 32, "hidden_size": HIDDEN, "intermediate_size": 24, "num_hidden_layers": 2}
+        self.llm = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, pad_token_id=None))
+
+    def forward(self, input_ids, position_ids=None, features=None, use_cache=False):
+        embedded = self.llm.get_input_embeddings()(input_ids)
+        for token, values in (features or {}).items():
+            embedded = embedded.masked_scatter((input_ids == token)[..., None], values)
+        return self.llm(inputs_embeds=embedded, position_ids=position_ids, use_cache=use_cache)
+
+
+class Pairs:
+    """Two rows of a tensor make a feature."""
+
+    def __init__(self, model, phase, part, name, token_id, width):
+        self.model, self.phase, self.part, self.token_id = model, phase, part, token_id
+        self.takes, self.width = (name,), width
+
+    def units(self, sample):
+        rows = len(sample.get(self.takes[0], ()))
+        return rows, rows**2
+
+    def blank(self):
+        return {self.takes[0]: torch.ones(2, self.width)}
+
+    def encode(self, tensors):
+        rows = tensors[self.takes[0]]
+        return {"features": getattr(self.model, self.part)(rows.reshape(-1, 2 * self.width))}
+
+    def place(self, arguments, features):
+        placed = {**arguments.get("features", {}), self.token_id: features["features"]}
+        return {**arguments, "features": placed}
+
+
+def encoders_for(model):
+    return {
+        "image": Pairs(model, "vision", "sight", "patches", IMAGE, PATCH),
+        "clip": Pairs(model, "vision", "sight", "clips", CLIP, PATCH),
+        "sound": Pairs(model, "sound", "hearing", "frames", SOUND, BAND),
+    }
+
+
+def items():
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for patches, clip, frames, words in CONTENTS:
+        text = torch.randint(WORDS, 32, (words,), generator=generator)
+        runs = [torch.full((rows // 2,), token) for rows, token in ((frames, SOUND), (clip, CLIP), (patches, IMAGE))]
+        ids = torch.cat([text[:1], *runs, text[1:]])
+        item = {"input_ids": ids[None], "labels": torch.where(ids < WORDS, -100, ids)[None]}
+        tensors = {"patches": (patches, PATCH), "clips": (clip, PATCH), "frames": (frames, BAND)}
+        item |= {name: torch.randn(shape, generator=generator) for name, shape in tensors.items() if shape[0]}
+        found.append(item)
+    return found
+
+
+def plain_loss(model, drawn):
+    """The mean over all targets of samples that run one by one, without any of this package's passes."""
+    total = sum(int((item["labels"][:, 1:] != -100).sum()) for item in drawn)
+    losses = []
+    for item in drawn:
+        features = {
+            encoder.token_id: encoder.encode(item)["features"]
+            for encoder in encoders_for(model).values()
+            if encoder.takes[0] in item
+        }
+        losses.append(loss_per_target(model(item["input_ids"], features=features), item["labels"], total))
+    return sum(losses)
+
+
+METHODS = Costs(
+    {
+        "vision": PhaseCosts(CostModel(vision_units=1, vision_squared=0.1), method="differencing"),
+        "sound": PhaseCosts(method="padded"),
+    },
+    PhaseCosts(CostModel(llm_tokens=1), limit=60),
+)
+
+
+def loader_for(model, rank, **options):
+    samples = items()
+    batches = [[samples[number] for number in of_ranks[rank]] for of_ranks in DRAWN]
+    encoders = encoders_for(model)
+    collator = PackCollator(lambda batch: batch[0], None, further=[name for e in encoders.values() for name in e.takes])
+    return RearrangingLoader(batches, collator, encoders=encoders, costs=METHODS, prints=False, **options)
+
+
+def trained(host, **options):
+    model = SeeingAndHearing()
+    loader = loader_for(model, dist.get_rank(), **options)
+    rearranged = RearrangedModel(model, options.get("group"), encoders=loader._encoders)
+    return trained_under(host, rearranged, loader, model.llm.model.layers)
+
+
+def work(hosts):
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    plans = [drawn.plan for drawn in loader_for(SeeingAndHearing(), dist.get_rank())]
+    moved = {name for plan in plans for name, move in plan.moves.items() if not move.is_still}
+    found = {host: trained(host) for host in hosts}
+    if dist.get_world_size() == 4:
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        found["pairs"] = trained("ddp", group=pairs[dist.get_rank() // 2], replicas=dist.group.WORLD)
+        with pytest.raises(ConfigError, match=r"replicas must have all ranks of group, got none of rank [02]"):
+            loader_for(SeeingAndHearing(), 0, replicas=pairs[dist.get_rank() // 2])
+    return found, moved
+
+
+def check(num_ranks, hosts):
+    plain, samples = SeeingAndHearing(), items()
+    optimizer = torch.optim.SGD(plain.parameters(), LEARNING_RATE)
+    for of_ranks in DRAWN:
+        optimizer.zero_grad()
+        plain_loss(plain, [samples[number] for drawn in of_ranks[:num_ranks] for number in drawn]).backward()
+        optimizer.step()
+    for found, moved in launch(num_ranks, "tests.integrations.test_encoders:work", hosts):
+        assert moved == {"vision", "sound", "llm"}
+        assert found.keys() >= {*hosts}
+        for host, weights in found.items():
+            for name, weight in plain.named_parameters():
+                torch.testing.assert_close(weights[name], weight.detach(), rtol=1e-5, atol=1e-6, msg=f"{host}: {name}")
+
+
+@pytest.mark.distributed
+def test_several_encoders_train_as_plain_samples_do():
+    check(2, ["ddp", "fsdp", "zero2", "zero3"])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_several_encoders_train_as_plain_samples_do_on_four_ranks_and_on_pairs_of_them():
+    check(4, ["ddp", "fsdp", "zero1", "zero3"])
+
+
+def test_costs_are_of_the_encoders_there_are():
+    assert [*_costs_of(["vision", "sound"], None, padded=False).encoders] == ["vision", "sound"]
+    sound = {"sound": PhaseCosts(CostModel(vision_units=3))}
+    assert _costs_of(["vision", "sound"], Costs(sound), padded=False).encoders["sound"] is sound["sound"]
+    with pytest.raises(ConfigError, match=r"costs\.encoders must name phases of vision, got sound"):
+        _costs_of(["vision"], Costs(sound), padded=False)
+    with pytest.raises(ConfigError, match=r"must be 'padded' under a RowCollator .* got 'padded' under a PackC"):
+        _costs_of(["vision"], Costs(llm=PhaseCosts(method="padded")), padded=False)
