@@ -335,7 +335,9 @@ def _process(rank: int, folder: Path, task: EmulationTask, started: float, clock
     try:
         report = _emulate(task, rank, started, clocks)
     except OmnibalError as error:
-        (folder / FAILURE_FILE).write_bytes(pickle.dumps(error))
+        # A rank that lost another one in an exchange (gloo's RuntimeError) leaves the word to the one that failed.
+        if not isinstance(error.__cause__, RuntimeError):
+            (folder / FAILURE_FILE).write_bytes(pickle.dumps(error))
         raise
     report_file(folder, rank).write_bytes(pickle.dumps(report))
 
