@@ -119,13 +119,12 @@ class OmnibalEngine(CheckpointedEngine):
         self.data_seconds = 0.0  # how long the slowest rank waited for its packs of the last step
         self.stage_times: StageTimes | None = None  # where a run's first steps are timed
         self._on_gradient = on_gradient
-        if not self.bfloat16_enabled() and hasattr(self.optimizer, "check_grad_overflow"):
+        if hasattr(self.optimizer, "check_grad_overflow") and not self.bfloat16_enabled():
             self.optimizer.check_grad_overflow = True  # in float32 ZeRO's own would take NaN into the weights
         seconds, dog = resolved.section.run.watchdog_seconds, None
         if seconds:
-            places = [
-                f"rank {rank}, stage {resolved.layout.place(rank).stage}" for rank in range(dist.get_world_size())
-            ]
+            layout = resolved.layout
+            places = [f"rank {rank}, stage {layout.place(rank).stage}" for rank in range(layout.num_devices)]
             dog = Watchdog(self.global_rank, places, self._told_samples, seconds)
         keep_watchdog(dog)
 

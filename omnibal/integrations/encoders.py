@@ -1,4 +1,4 @@
-"""What the encoders of a model take and give: of transformers' models, and of any model by the protocol ``Encoder``."""
+"""What the encoders of a model take and give: of transformers' models, and of any model by ``EncoderAdapter``."""
 
 from collections.abc import Mapping, Sequence
 from inspect import Parameter, signature
@@ -21,7 +21,7 @@ VIDEO: Final = ("pixel_values_videos", "video_grid_thw")
 """What encoders take of videos; their seconds matter to positions alone."""
 
 
-class Encoder(Protocol):
+class EncoderAdapter(Protocol):
     """One kind of input of a model: what it takes of a sample, what it costs, what it gives, and where that goes.
 
     ``encoders_of`` makes encoders of transformers' models that take ``mm_encoder_outputs``. For another model, write
@@ -80,7 +80,7 @@ class VisionEncoder:
             raise ConfigError(
                 "model must take mm_encoder_outputs and have model.get_image_features, as those of "
                 f"{', '.join(taking_encoded_images())} do, got {type(model).__name__}; describe another model's "
-                "encoders by omnibal.integrations.encoders.Encoder"
+                "encoders by omnibal.integrations.encoders.EncoderAdapter"
             )
         self._model, self._kind, self._listed = cast("Any", model), kind, False
         self._known = [*_taken(model, kind)]
@@ -128,7 +128,7 @@ class VisionEncoder:
         return arguments | {"mm_encoder_outputs": {**arguments.get("mm_encoder_outputs", {}), self._kind: outputs}}
 
 
-def encoders_of(model: Any, *, blank: Mapping[str, Tensor] | None = None) -> dict[str, Encoder]:
+def encoders_of(model: Any, *, blank: Mapping[str, Tensor] | None = None) -> dict[str, EncoderAdapter]:
     """The encoders of a model of transformers that takes ``mm_encoder_outputs``, by the kind of their inputs.
 
     Args:
@@ -140,13 +140,13 @@ def encoders_of(model: Any, *, blank: Mapping[str, Tensor] | None = None) -> dic
         ConfigError: The model does not take encoded images; the message names those that do. Or its configuration does
             not tell what an image is like.
     """
-    encoders: dict[str, Encoder] = {"image": VisionEncoder(model, blank)}
+    encoders: dict[str, EncoderAdapter] = {"image": VisionEncoder(model, blank)}
     if videos_of(positions_of(model.config)) is not None:
         encoders["video"] = VisionEncoder(model, blank, "video")
     return encoders
 
 
-def phases_of(encoders: Mapping[str, Encoder]) -> list[str]:
+def phases_of(encoders: Mapping[str, EncoderAdapter]) -> list[str]:
     """Names of the phases, in the order of their first encoders."""
     return [*dict.fromkeys(encoder.phase for encoder in encoders.values())]
 

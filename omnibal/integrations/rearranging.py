@@ -19,7 +19,7 @@ from omnibal.dispatch.step_plan import StepPlan
 from omnibal.errors import ConfigError
 from omnibal.formats.collate import IGNORED
 from omnibal.integrations.apart import TYPES, mask_images
-from omnibal.integrations.encoders import Encoder, encoders_of, place_of
+from omnibal.integrations.encoders import EncoderAdapter, encoders_of, place_of
 from omnibal.integrations.losses import loss_per_target
 from omnibal.integrations.packing import STATEFUL, check_packed, two_texts
 from omnibal.ranks import Meeting, failures_reach_all_ranks
@@ -113,7 +113,7 @@ class RearrangedModel(nn.Module):
         model: nn.Module,
         group: dist.ProcessGroup | None = None,
         *,
-        encoders: Mapping[str, Encoder] | None = None,
+        encoders: Mapping[str, EncoderAdapter] | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -138,7 +138,7 @@ class Phases:
         self,
         model: nn.Module,
         forward: Callable[..., Any],
-        encoders: Mapping[str, Encoder],
+        encoders: Mapping[str, EncoderAdapter],
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.model, self._forward, self._group, self._encoders = model, forward, group, encoders
@@ -181,7 +181,7 @@ class Phases:
         tensor = tensor.to(device, non_blocking=True)
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    def _encode(self, encoder: Encoder, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _encode(self, encoder: EncoderAdapter, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Features of the inputs at hand, without rows where there is none."""
         if len(inputs.get(encoder.takes[0], ())):
             return dict(encoder.encode(inputs))

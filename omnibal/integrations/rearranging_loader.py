@@ -21,7 +21,7 @@ from omnibal.errors import ConfigError, DataError, said
 from omnibal.feeds.feed import ahead
 from omnibal.formats.collate import IGNORED
 from omnibal.integrations.apart import TYPES
-from omnibal.integrations.encoders import Encoder, blank_image, phases_of
+from omnibal.integrations.encoders import EncoderAdapter, blank_image, phases_of
 from omnibal.integrations.packing import (
     PER_TOKEN,
     PER_VIDEO,
@@ -83,7 +83,7 @@ class RearrangingLoader:
         source: Iterable[Sequence[Any]],
         collator: PackCollator,
         *,
-        encoders: Mapping[str, Encoder],
+        encoders: Mapping[str, EncoderAdapter],
         costs: Costs | None = None,
         micro_batches: int = 1,
         group: dist.ProcessGroup | None = None,

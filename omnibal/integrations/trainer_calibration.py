@@ -38,7 +38,7 @@ MOST_ERROR: Final = 0.1  # of a fit that packs follow
 _COST: Final = TypeAdapter(CostModel | None)
 
 
-class Measured(NamedTuple):
+class AdoptedCosts(NamedTuple):
     """What an earlier run in the same ``output_dir`` measured."""
 
     profile: ModelProfile
@@ -47,7 +47,7 @@ class Measured(NamedTuple):
     """What packs are to be even in; None to leave them as they are."""
 
 
-def measured_before(trainer: Trainer, counted: ModelProfile | None) -> Measured | None:
+def measured_before(trainer: Trainer, counted: ModelProfile | None) -> AdoptedCosts | None:
     """What rank 0 finds in ``output_dir``, for all ranks alike; None where nothing fits the model and its device."""
     path, found = Path(str(trainer.args.output_dir)) / FILE, None
     if trainer.is_world_process_zero() and counted is not None and path.is_file():
@@ -56,7 +56,7 @@ def measured_before(trainer: Trainer, counted: ModelProfile | None) -> Measured 
             if calibration.device != device_name(trainer.args.device):
                 raise ConfigError(f"device must be {calibration.device}, got {device_name(trainer.args.device)}")
             cost = _COST.validate_python(parse_json(path.read_bytes())["pack_cost"])
-            found = Measured(calibration.apply(counted), cost)
+            found = AdoptedCosts(calibration.apply(counted), cost)
         except (ConfigError, KeyError, ValidationError) as error:
             print(f"omnibal: {path} is left alone: {error}")
     return gather(found)[0]

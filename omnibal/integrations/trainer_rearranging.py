@@ -16,7 +16,7 @@ from omnibal.advise.wait import MEETINGS
 from omnibal.data.limits import PackLimits
 from omnibal.dispatch.step_plan import phase_name
 from omnibal.errors import ConfigError
-from omnibal.integrations.encoders import Encoder, encoders_of
+from omnibal.integrations.encoders import EncoderAdapter, encoders_of
 from omnibal.integrations.losses import keeps_sft_loss
 from omnibal.integrations.packing import PackCollator, arguments_of, positions_of, two_texts
 from omnibal.integrations.padded import RowCollator
@@ -128,7 +128,7 @@ def _source(trainer: Trainer, rank: int, num_ranks: int) -> Stream | DatasetDraw
     return DatasetDraws(dataset, size, rank, num_ranks, data_seed(trainer), options)
 
 
-def _rearrange_forward(model: Any, encoders: Mapping[str, Encoder]) -> None:
+def _rearrange_forward(model: Any, encoders: Mapping[str, EncoderAdapter]) -> None:
     """Let the model's own forward pass take what a loader drew: modules, names and wrappers of the model stay."""
     plain = model.forward
     phases = Phases(model, plain, encoders)

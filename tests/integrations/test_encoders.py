@@ -1,4 +1,4 @@
-"""A model with several encoders, described by the protocol ``Encoder``: what plain training gives, sample by sample."""
+"""A model with several encoders, described by ``EncoderAdapter``: what plain training gives, sample by sample."""
 
 import os
 
