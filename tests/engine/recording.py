@@ -104,13 +104,14 @@ def record(plan, *, forward_only=False, steps=2, engine_class=RecordedEngine, fr
         patch.setattr(PipelineEngine, "__init__", _bare(network, plan, layout, frozen_stages))
         patch.setattr(transfers, "dist", network)
         patch.setattr(transfers, "gloo_group", lambda world: GLOO)
+        patch.setattr("omnibal.engine.engine.keep_watchdog", lambda dog: None)  # there are no ranks to watch
         patch.setattr(p2p, "send", network.send)
         patch.setattr(p2p, "recv", network.recv)
         programs = []
         for rank in range(layout.num_devices):  # those of earlier stages go before
             network.enter(rank)
             engine = engine_class(
-                resolved=SimpleNamespace(section=OmnibalSection(), layout=layout),
+                resolved=SimpleNamespace(section=OmnibalSection(run={"watchdog_seconds": 0}), layout=layout),
                 plan=plan,
                 loader=None,
                 model=SimpleNamespace(layout=layout),
