@@ -57,7 +57,7 @@ def balanced_rows(
 
     Raises:
         ConfigError: The model is unknown, or a number is below 1.
-        DataError: There is no rollout, or one without tokens.
+        DataError: ``lengths`` is empty, or a rollout has no tokens.
         InfeasibleError: A rollout is longer than the budget, or equal counts cannot keep to it.
 
     >>> lengths = SampleLengths([4, 0, 0, 4], [900, 800, 300, 400])

@@ -78,7 +78,7 @@ class Link:
         """Seconds of both exchanges of a micro-batch: of all inputs with the text, then of all features.
 
         Args:
-            moves: Of each encoder, and of the LLM under ``"llm"``.
+            moves: Where each phase takes its samples: an entry per encoder, by its name, and ``"llm"``.
             sizes: ``columns(encoders)``.
             known: What ranks send and receive by the moves of earlier calls with these sizes, which is added to.
         """
@@ -273,7 +273,7 @@ class _Phase:
 
 
 def _phases(sizes: Mapping[str, IntArray], costs: Costs) -> dict[str, _Phase]:
-    """Of each encoder, and of the LLM behind them."""
+    """Make the phase of each encoder, by its name, and the LLM's, ``"llm"``, which comes last."""
     tokens = sizes["llm_tokens"].astype(np.float64)
     text = {"llm_tokens": tokens, "llm_tokens_squared": tokens**2}
 

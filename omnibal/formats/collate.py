@@ -57,7 +57,7 @@ def pack_samples(
         pixel_shape: (channels, height, width) of a tile or (values,) of a patch, for packs without an image.
         pixel_dtype: What the model computes in.
         image_integers: Names of further integers of the samples with images, and the shape of one entry of each.
-        positions: Of each sample's tokens; None to count them in one row.
+        positions: Counts the positions of a sample's tokens; None to count them up in one row.
 
     Returns:
         ``input_ids``, ``labels``, ``position_ids`` (1, L) int64, positions of more rows (rows, 1, L); ``cu_seq_lens``

@@ -168,13 +168,7 @@ def test_every_kind_of_encoder_trains_as_plain_transformers(tmp_path):
         cases.append(spread((0, cut, len(kinds)), families.PACKS, model=str(folder), **more))
         samples = [family_samples(family)] * STEPS
         expected.append(plain_steps(folder, samples, clipping=families.CLIPPING, **families.ADAM))
-    for results in launch(2, "tests.engine.cases:several_steps", cases):
-        for case, result, (losses, norms, weights) in zip(cases, results, expected, strict=True):
-            assert result["losses"] == pytest.approx(losses, rel=1e-4), case
-            assert result["norms"] == pytest.approx(norms, rel=1e-3), case
-            assert result["weights"]
-            for name, weight in result["weights"].items():
-                torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5, msg=f"{name} in {case}")
+    families.check_steps(cases, expected, 2)
 
 
 def test_one_stage_computes_what_rearranged_samples_do(tmp_path):
