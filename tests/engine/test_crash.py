@@ -10,8 +10,8 @@ pytestmark = pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", PROCESSES)
 def test_kills_change_nothing(layout):
-    assert crash(layout, kills=20, seed=1).kills >= 20
+    assert crash(layout, kills=20, seed=1).kills == 20
 
 
 def test_a_kill_changes_nothing():
-    assert crash("pipeline", kills=1, seed=3).kills >= 1
+    assert crash("pipeline", kills=1, seed=3).kills == 1

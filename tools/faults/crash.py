@@ -8,6 +8,7 @@ behind the last step, and the samples of each step of each rank, must be those o
 
 import argparse
 import json
+import math
 import random
 import shutil
 import tempfile
@@ -22,10 +23,12 @@ from omnibal.engine.saved_files import UNFINISHED, has_all_files, newest_first
 from tests.engine.launch import _Group
 from tests.engine.small import save_small_model
 from tools.bench import machine, print_table
+from tools.faults.runs import MET
 
 PROCESSES = {"pipeline": 2, "tensor": 2, "units": 3, "spread": 2, "drop-in": 2}
 FUNCTION = "tools.faults.runs:run"
-MOST_SECONDS = 120  # until those that were not killed have ended
+MOST_KILLS = 3  # of a run, before it is left to come to its end
+MOST_SECONDS = 240  # until a run has ended, or those that were not killed have
 
 
 class Outcome:
@@ -50,6 +53,7 @@ def whole_run(layout: str, model: str, folder: Path) -> tuple[float, float]:
 def killed_run(layout: str, model: str, folder: Path, rank: int, after: float) -> tuple[bool, float]:
     """Start or resume a run, kill one rank after a time; whether it was hit, and how long the others stayed."""
     folder.mkdir(exist_ok=True)
+    (folder / MET).unlink(missing_ok=True)
     group = _Group(PROCESSES[layout], "cpu")
     victim = group.processes[rank]
     killed_at = 0.0
@@ -65,7 +69,9 @@ def killed_run(layout: str, model: str, folder: Path, rank: int, after: float) -
     try:
         results = group.start(FUNCTION, (layout, model, str(folder)), ends=True)
         while not all(path.exists() for path in results):
-            if due() and not psutil.wait_procs(group.processes, 0.05)[1]:
+            # Before ranks have met none can notice that another one ends: there a launcher ends the others, and here
+            # ``group.end`` below.
+            if due() and (not (folder / MET).exists() or not psutil.wait_procs(group.processes, 0.05)[1]):
                 break
             assert time.monotonic() - (killed_at or started) < MOST_SECONDS, "processes stay behind a kill"
             time.sleep(0.02)
@@ -108,13 +114,15 @@ def crash(layout: str, kills: int, seed: int) -> Outcome:
         seconds, first = whole_run(layout, model, place / "whole")
         while outcome.kills < kills:
             outcome.runs += 1
-            folder, is_hit = place / "killed", True
-            while is_hit:
-                rank, after = rng.randrange(PROCESSES[layout]), rng.uniform(0.3 * first, 1.05 * seconds)
-                is_hit, stayed = killed_run(layout, model, folder, rank, after)
+            folder = place / "killed"
+            moments = [rng.uniform(0.3 * first, 1.05 * seconds) for _ in range(rng.randint(1, MOST_KILLS))]
+            for after in [*moments[: kills - outcome.kills], math.inf]:  # the last one is left alone
+                is_hit, stayed = killed_run(layout, model, folder, rng.randrange(PROCESSES[layout]), after)
                 outcome.kills += is_hit
                 outcome.slowest_end = max(outcome.slowest_end, stayed)
                 check_left(layout, folder)
+                if not is_hit:
+                    break
             check_equal(layout, folder, place / "whole")
             shutil.rmtree(folder)
     return outcome

@@ -18,6 +18,7 @@ from tests.engine.cases import weights_of as weights_of_engine
 from tests.integrations.trainers import LIMITS, Case, accelerate_afresh, samples_under_limits, trainer_of, weights_of
 
 STEPS = 6
+MET = "met"  # a file that is there once ranks can notice that one of them ends
 ENCODER = {"units": {"num_replicas": 1}, "spread": "spread"}
 
 
@@ -51,13 +52,19 @@ def run(layout: str, model: str, folder: str) -> float:
     output = Path(folder) / "run"
     dataset = SmallDataset()
     resume = bool(newest_first(output / "checkpoints"))
-    dist.barrier()  # all have looked before one writes
+    _meet(Path(folder))
     try:
         engine = train(config_of(layout, model, str(output)), dataset=dataset, resume=resume)
     finally:
         OmnibalEngine._train = trained  # type: ignore[method-assign]
     torch.save(weights_of_engine(engine), Path(folder) / f"final{dist.get_rank()}.pt")
     return begun[0] if begun else 0.0
+
+
+def _meet(folder: Path) -> None:
+    """Wait until all ranks have looked for a checkpoint before one writes, and leave word that they have met."""
+    dist.barrier()
+    (folder / MET).touch()
 
 
 def _note(folder: str | Path, step: int, packs: list[list[int]]) -> None:
@@ -90,7 +97,7 @@ def _drop_in(folder: Path, started: float) -> float:
         noted = _Samples(folder, trainer.train_dataset)
         trainer.add_callback(noted)
         checkpoint = newest_of_trainer(folder / "run")
-        dist.barrier()
+        _meet(folder)
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         torch.save(weights_of(trainer.model), folder / f"final{dist.get_rank()}.pt")
     return noted.begun - started if noted.begun else 0.0
