@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import DataError, said
-from omnibal.integrations.loading import Dataset, Loads, PlannedLoads
+from omnibal.integrations.loading import Dataset, Loads, PlannedLoads, in_full
 from omnibal.ranks import gather, place, run_on_all_ranks
 
 CHECKED_SAMPLES: Final = 16  # that each rank reads again before training, to check the stored lengths
@@ -81,9 +81,7 @@ def measured(collator: Any, dataset: Dataset, num_workers: int = 0) -> SampleLen
     except RuntimeError as error:  # a worker was killed, as where memory does not suffice
         problem = said(error)
     loads = np.zeros((len(dataset), 5), dtype=np.int64)
-    # A user's own measure may know of no videos and no sounds.
-    whole = [(*each, 0, 0)[:5] for each in found]
-    own_loads = np.reshape(whole, (-1, 5)) if problem is None else DataError(problem)
+    own_loads = np.reshape([in_full(each) for each in found], (-1, 5)) if problem is None else DataError(problem)
     for number, theirs in enumerate(gather(own_loads)):
         loads[number::num_ranks] = theirs
     vision_units, llm_tokens, target_tokens, video_units, sound_units = loads.T

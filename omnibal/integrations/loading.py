@@ -35,6 +35,11 @@ def loads_of(images: int, videos: int, llm_tokens: int, target_tokens: int, soun
     return (*loads, videos) if videos else loads
 
 
+def in_full(loads: Sequence[Any]) -> tuple[Any, ...]:
+    """Loads with the numbers of videos and of sounds, which are 0 where they were left out."""
+    return (*loads, 0, 0)[:5]
+
+
 class Pack(list[int]):
     """Samples of a pack, and fillers: samples that are run along without their targets.
 
@@ -178,19 +183,17 @@ class PlannedLoads:
         for sample, expected, loads in zip(samples, planned, found, strict=True):
             if any(own not in (None, other) for own, other in zip(loads, expected, strict=False)):
                 self._note(f"sample {sample}", f"vision units, LLM tokens and target tokens, {expected}, got {loads}")
-        chosen, videos = list(samples), self._lengths.video_units
-        planned_units = int(self._lengths.vision_units[chosen].sum())
-        planned_videos = 0 if videos is None else int(videos[chosen].sum())
-        sounds, hears_alone = self._lengths.sound_units, self._lengths.vision_unit == WINDOWS
-        planned_sounds = 0 if sounds is None else int(sounds[chosen].sum())
+        columns = self._lengths.vision_units, self._lengths.video_units, self._lengths.sound_units
+        planned_units, planned_videos, planned_sounds = (
+            0 if column is None else int(column[list(samples)].sum()) for column in columns
+        )
         units, of_videos, of_sounds = vision_units or (
-            sum(loads[0] or 0 for loads in found),
-            sum(loads[3] or 0 for loads in found if len(loads) > 3),
-            sum(loads[4] or 0 for loads in found if len(loads) > 4),
+            sum(in_full(loads)[column] or 0 for loads in found) for column in (0, 3, 4)
         )
         numbers = f"samples {', '.join(map(str, samples))}"
+        first = "a sound" if self._lengths.vision_unit == WINDOWS else "an image"
         kinds = (
-            ("a sound" if hears_alone else "an image", planned_units - planned_videos, units - of_videos),
+            (first, planned_units - planned_videos, units - of_videos),
             ("a video", planned_videos, of_videos),
             ("a sound", planned_sounds, of_sounds),
         )

@@ -213,7 +213,7 @@ class StreamCallback(PacksCallback):
         return "vision units"
 
     def go_on_from(self, made_from: Mapping[str, Any]) -> None:
-        """Nothing: a stream's packs know no measured cost."""
+        """Do nothing: packs of a stream follow no measured cost."""
 
     def made_from(self) -> dict[str, Any]:
         """What packs depend on; a change of the rest is told where the rank's place is loaded."""
