@@ -31,10 +31,8 @@ def one_sample(
         video_token: Id of what stands for a piece of a video.
     """
     batch = collate([dict(item) for item in items])
-    if {
-        "image_grid_thw",
-        "video_grid_thw",
-    } & batch.keys():  # what newer models of its kind ask for, to count positions by themselves
+    # Newer models with a grid of patches ask for types, to count positions by themselves.
+    if {"image_grid_thw", "video_grid_thw"} & batch.keys():
         ids = batch["input_ids"]
         batch["mm_token_type_ids"] = (ids == image_token).long()
         if video_token is not None:
