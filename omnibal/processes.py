@@ -235,6 +235,22 @@ class EndRequest:
             _say(f"{self.signal.name}: the step that runs is finished and saved, then all ranks end")
 
 
+def leave_ends_to_parent(worker: int) -> None:
+    """Let a process that reads samples end with the process that it reads for: a DataLoader's ``worker_init_fn``."""
+    # Launchers and terminals send SIGTERM and SIGINT to all processes below them, of which some save before they end.
+    # A parent that ends sends SIGTERM to the readers that it has left, and waits for them: that one must be heard.
+    parent = os.getppid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+            pass
+        os._exit(0)
+
+    Thread(target=wait, daemon=True, name="omnibal-waits-for-end").start()
+
+
 def _watch(process: int, then: Callable[[], None]) -> None:
     """Run ``then`` when a process has ended, from a thread that sleeps until the kernel wakes it."""
     try:

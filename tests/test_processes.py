@@ -269,3 +269,36 @@ def test_the_end_of_the_runner_asks_a_process_that_saves_and_else_the_launcher(m
     with processes.EndRequest():
         runner()
     assert sent == [(os.getppid(), signal.SIGTERM), (os.getpid(), signal.SIGTERM)]
+
+
+READS = """
+import sys
+from torch.utils.data import DataLoader
+from omnibal.processes import EndRequest, leave_ends_to_parent
+
+with EndRequest():
+    packs = iter(DataLoader(range(100), num_workers=2, worker_init_fn=leave_ends_to_parent))
+    next(packs), next(packs)  # one of each reader: both have begun
+    print(*(worker.pid for worker in packs._workers), flush=True)
+    for line in sys.stdin:
+        print(next(packs).item(), flush=True)
+sys.modules["kept"] = packs  # as a run does that leaves while its loader has samples
+"""
+
+
+def test_readers_outlive_signals_of_others_and_end_with_the_process_that_they_read_for():
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", READS], **options) as process:
+        readers = [int(reader) for reader in process.stdout.readline().split()]
+        for reader in readers:
+            for each in processes.ENDS:
+                os.kill(reader, each)
+        read = []
+        for _ in range(20):  # many more than are read ahead
+            process.stdin.write("\n")
+            process.stdin.flush()
+            read.append(int(process.stdout.readline()))
+        assert read == list(range(2, 22))
+        process.stdin.close()
+        assert process.wait(60) == 0
+    assert [_command(reader) for reader in readers] == [[], []]

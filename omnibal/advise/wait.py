@@ -163,7 +163,7 @@ def exposed_seconds(
     backward = slowest["language backward"] + slowest["vision backward"]
     trained = sum(layer.gradient_bytes for layer in profile.layers) * share
     if MEETINGS[sharding] == "phase":
-        gathered = {part: _bytes(profile, part, "parameter_bytes") * share for part in ("vision", "language")}
+        weights = {part: _bytes(profile, part, "parameter_bytes") for part in ("vision", "language")}
         reduced = {part: _bytes(profile, part, "gradient_bytes") * share for part in ("vision", "language")}
         near = share
         if sharding == "zero3" and 1 < hpz <= cluster.devices_per_node:
@@ -171,9 +171,7 @@ def exposed_seconds(
         exposed = np.zeros(len(backward))
         for phase, seconds in slowest.items():
             part, _, direction = phase.partition(" ")
-            sent = gathered[part]
-            if direction == "backward":
-                sent = sent * near / share + reduced[part]
+            sent = weights[part] * share if direction == "forward" else weights[part] * near + reduced[part]
             # A phase of no seconds is the backward pass of a frozen front, through which no gradient goes.
             exposed += (np.maximum(sent - hides * seconds, 0) * (seconds > 0)).sum(axis=1)
         return exposed

@@ -21,7 +21,8 @@ from omnibal.engine.ray_packs import RayPacks
 from omnibal.errors import ConfigError, DataError, OmnibalError
 from omnibal.feeds.feed import EpochFeed, Feed, PacksFromHere, Share, Step
 from omnibal.feeds.sampler import BalancedBatchSampler
-from omnibal.formats.collate import IGNORED, Positions, leave_ends_to_parent, pack_samples
+from omnibal.formats.collate import IGNORED, Positions, pack_samples
+from omnibal.processes import leave_ends_to_parent
 from omnibal.ranks import WORK, gather
 
 View = Literal["images", "text", "nothing"]

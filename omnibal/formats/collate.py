@@ -3,7 +3,6 @@
 Attention must not cross a sample: `cu_seq_lens` says where each one begins, and positions restart there.
 """
 
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,13 +28,6 @@ VIDEO_GRIDS = "video_grid_thw"
 VIDEO_TYPES: Final = ("qwen2_vl", "qwen2_5_vl")
 SLICED_TYPES: Final = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 """Models of which positions of videos are known; in the latter each temporal slice stands by itself."""
-
-
-def leave_ends_to_parent(worker: int) -> None:
-    """Let a process that reads samples end with the process that it reads for: a DataLoader's ``worker_init_fn``."""
-    # Launchers and terminals send SIGTERM and SIGINT to all processes below them, of which some save before they end.
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, signal.SIG_IGN)
 
 
 def pack_samples(

@@ -2,6 +2,7 @@
 
 # ruff: noqa: E402
 from omnibal.errors import require
+from omnibal.processes import leave_ends_to_parent
 
 require("torch")  # what is missing is said before it is missed
 
@@ -22,7 +23,6 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.mixture import Mixture
 from omnibal.errors import ConfigError, DataError, said
 from omnibal.formats.chat import read_conversation
-from omnibal.formats.collate import leave_ends_to_parent
 from omnibal.formats.files import Place, Problem, Row, files_of, is_table, is_tar, stream_rows
 from omnibal.formats.images import MOST_PIXELS
 from omnibal.formats.measured import Broken, Found, LengthsCache, Loads, Measured, settle_problems, survey

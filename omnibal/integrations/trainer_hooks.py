@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -20,13 +20,12 @@ from omnibal.cluster import OVERHEAD_BYTES, Cluster
 from omnibal.cost import CostModel, Load
 from omnibal.device import Device
 from omnibal.errors import ConfigError
-from omnibal.formats.collate import leave_ends_to_parent
 from omnibal.integrations.loading import PackSampler
 from omnibal.integrations.losses import keeps_sft_loss, works_on_targets
 from omnibal.integrations.packing import PackCollator, check_packed
 from omnibal.integrations.padded import PaddedSampler
 from omnibal.integrations.trainer_steps import Costs, Waiting
-from omnibal.processes import EndRequest, ExplainedWait
+from omnibal.processes import EndRequest, ExplainedWait, leave_ends_to_parent
 from omnibal.profile.calibration import SIZES
 from omnibal.profile.records import Level, ModelProfile
 from omnibal.ranks import any_rank
@@ -340,21 +339,26 @@ class ExplainsStart(TrainerCallback):
 
 
 class EndsWhenAsked(TrainerCallback):
-    """Lets all ranks save and end behind the step in which SIGTERM or Ctrl-C reached any of them."""
+    """Lets all ranks save and end behind the step in which SIGTERM or Ctrl-C reached any of them.
+
+    A callback hears nothing of an exception, which must give the signals their meaning back: ``train`` is wrapped.
+    """
 
     # Trainer's own enable_jit_checkpoint lets each rank decide by itself, and ranks may come to different steps.
-    def __init__(self) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self._request = EndRequest()
+        train = trainer.train
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
-        self._request = EndRequest().__enter__()
+        @wraps(train)
+        def asked(*args: Any, **options: Any) -> Any:
+            with EndRequest() as self._request:
+                return train(*args, **options)
+
+        vars(trainer)["train"] = asked
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         if any_rank(self._request.signal is not None, args.device):
             control.should_save = control.should_training_stop = True
-
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
-        self._request.__exit__()
 
 
 def check_model(trainer: Trainer, collator: PackCollator, items: Sequence[Any]) -> None:

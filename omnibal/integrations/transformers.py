@@ -279,7 +279,7 @@ def _is_stream(dataset: Any) -> bool:
 
 def _begin(trainer: Trainer) -> None:
     refuse_settings(trainer)
-    trainer.add_callback(EndsWhenAsked())
+    trainer.add_callback(EndsWhenAsked(trainer))
     if trainer.is_deepspeed_enabled:
         trainer.add_callback(ExplainsStart())
 

@@ -40,6 +40,7 @@ from omnibal.integrations.trainer_hooks import (
 )
 from omnibal.integrations.trainer_steps import counted_profile
 from omnibal.integrations.transformers import balance, rearrange
+from omnibal.processes import ENDS
 from omnibal.ranks import place
 from tests.engine.launch import launch
 from tests.integrations.items import Collate, config_of, items_of
@@ -429,6 +430,11 @@ def test_a_checkpoint_of_other_packs_is_refused(tmp_path):
         assert anew.state.global_step == 2
 
 
+class Fails(TrainerCallback):
+    def on_step_end(self, args, state, control, **others):
+        raise ArithmeticError
+
+
 class Terminates(TrainerCallback):
     """The process gets SIGTERM in the second step."""
 
@@ -454,6 +460,16 @@ def test_a_trainer_that_is_asked_to_end_saves_and_goes_on_exactly(tmp_path):
         found.append(weights_of(trainer.model))
     _, went_on, whole = found
     assert all(torch.equal(weight, whole[name]) for name, weight in went_on.items())
+
+
+def test_signals_mean_what_they_meant_behind_a_training_that_failed(tmp_path):
+    before = [signal.getsignal(each) for each in ENDS]
+    trainer = trainer_of("internvl", tmp_path, max_steps=1)
+    balance(trainer, LIMITS["internvl"])
+    trainer.add_callback(Fails())
+    with pytest.raises(ArithmeticError):
+        trainer.train()
+    assert [signal.getsignal(each) for each in ENDS] == before
 
 
 def test_a_checkpoint_of_other_batches_is_refused(tmp_path):
