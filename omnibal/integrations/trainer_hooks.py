@@ -357,6 +357,7 @@ class EndsWhenAsked(TrainerCallback):
         vars(trainer)["train"] = asked
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
+        # It waits for the device, as Trainer itself does for the loss of each micro-batch.
         if any_rank(self._request.signal is not None, args.device):
             control.should_save = control.should_training_stop = True
 

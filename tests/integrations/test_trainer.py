@@ -19,6 +19,9 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("accelerate")
 
+from deepspeed import set_optimizer_flags
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback
@@ -69,7 +72,7 @@ CASES = [
     Case("internvl", "zero2", frozen_vision=True, loss_reduction="square", padded=True, options=EVERY),
     Case("internvl", "zero3", options=WORKERS),
     Case("qwen3_vl_moe", "zero3", lora=True, router_factor=1.0, options=EVERY | RECOMPUTES),
-    Case("internvl", "zero3", samples=3),
+    Case("internvl", "zero3", samples=3, zero={"zero_hpz_partition_size": 2}),
     Case("internvl", "fsdp", samples=3),
     Case("qwen2_5_vl", "fsdp", lora=True, options=EVERY | RECOMPUTES),
     Case("internvl", "tp"),
@@ -126,6 +129,30 @@ def check_exact(case, folder, limits=None):
     if case.family == "internvl":
         assert fillers, "no rank would have waited for another"
         assert any(is_empty for is_empty, _ in fillers) == (case.samples is not None)
+
+
+def check_muon(folder):
+    """DeepSpeed's Muon on two ranks that share its state takes the steps that it takes alone."""
+    muon = {"type": "Muon", "params": {"lr": LEARNING_RATE, "weight_decay": 0.0, "torch_adam": True}}
+    case = Case("internvl", "zero2", optimizer=muon)
+    trainer = trainer_of(case, folder, max_steps=3)
+    sampler = balance(trainer, LIMITS["internvl"], samples_per_step=samples_under_limits(trainer))
+    trainer.train()
+
+    plain, items = case.plain(), items_of(case.family)
+    before = weights_of(plain)
+    set_optimizer_flags(SimpleNamespace(optimizer_name="muon", optimizer_params={}), plain)
+    groups = DeepSpeedEngine._muon_param_groups(list(plain.parameters()), muon["params"])
+    optimizer = MuonWithAuxAdam(groups)
+    for number in range(3):
+        sampler.set_epoch(number // sampler.num_steps)
+        packs = sampler.packs_of_all_ranks(number % sampler.num_steps)
+        plain_backward(plain, [items[sample] for pack in packs for sample in pack])
+        optimizer.step()
+        optimizer.zero_grad()
+    now = weights_of(plain)
+    moved = max(float((now[name] - before[name]).abs().max()) for name in now)
+    assert_close(weights_of(trainer.model), now, atol=1e-3 * moved)
 
 
 def check_pairs(family, layout, folder):
@@ -272,6 +299,7 @@ def train_cases(folder):
             check_pairs(family, layout, folder / f"{family}-{layout}")
         for number, case in enumerate(RESUMED):
             check_epochs_and_resume(case, folder / f"resumed{number}")
+        check_muon(folder / "muon")
         check_mixture(CASES[0], folder / "mixture")
         check_unlike_data(folder / "unlike")
     return True

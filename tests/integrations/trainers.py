@@ -54,11 +54,17 @@ class Case:
     padded: bool = False
     born_sharded: bool = False  # as from_pretrained makes a model under ZeRO 3
     options: dict = field(default_factory=dict)
+    zero: dict = field(default_factory=dict)  # more of the ds_config's zero_optimization
+    optimizer: dict | None = None  # of the ds_config
 
     def arguments(self):
         """Of TrainingArguments."""
         if self.layout.startswith("zero"):
-            return {"deepspeed": zero_config(int(self.layout[-1]))} | self.options
+            config = zero_config(int(self.layout[-1]))
+            config["zero_optimization"] |= self.zero
+            if self.optimizer is not None:
+                config["optimizer"] = self.optimizer
+            return {"deepspeed": config} | self.options
         if self.layout == "fsdp":
             wrapped = {"transformer_layer_cls_to_wrap": LAYERS[self.family], "state_dict_type": "SHARDED_STATE_DICT"}
             return {"fsdp": True, "fsdp_config": wrapped} | self.options
