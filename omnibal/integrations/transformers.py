@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
-from warnings import warn
 
 import torch
 from torch.utils.data import IterableDataset
@@ -68,7 +67,6 @@ def balance(
     loss_reduction: Reduction = "token",
     memory_gib: float | None = None,
     mixture: Mixture | Mapping[str, Any] | None = None,
-    **old_flags: Any,
 ) -> PackSampler:
     """Train on balanced packs: the same samples, each once an epoch, without padding and with ranks that end together.
 
@@ -105,8 +103,6 @@ def balance(
         mixture: What share each source gets, as of ``BalancedBatchSampler``, by the names that ``lengths`` have for
             them; the parts of a ``ConcatDataset`` are "0", "1", …. ``max_steps`` says when to end, or an epoch holds
             about as many samples as there are.
-        old_flags: ``rearrange=True``, or ``oversized`` for a stream, as before there were ``rearrange`` and
-            ``balance_stream``: deprecated, and gone in the next version.
 
     Returns:
         The sampler, whose ``step`` tells what each step holds.
@@ -116,17 +112,15 @@ def balance(
         DataError: The dataset or its collator does not, or the lengths are not the dataset's.
         InfeasibleError: The memory does not suffice for the largest sample.
     """
-    if old_flags or _is_stream(trainer.train_dataset):
-        alone = {"lengths": lengths, "samples_per_step": samples_per_step, "memory_gib": memory_gib}
-        options = {"padded": padded, "loss_reduction": loss_reduction, "mixture": mixture}
-        if _delegate(trainer, limits, alone, options, dict(old_flags)):
-            return None  # type: ignore[return-value]  # as ever under the old flags
     _begin(trainer)
     loss, mixture = StepLoss(trainer, loss_reduction), None if mixture is None else Mixture.of(mixture)
     args, dataset = trainer.args, trainer.train_dataset
-    if dataset is None or not hasattr(dataset, "__len__"):
-        found = type(dataset).__name__
-        raise DataError(f"train_dataset must be read by index and have a length, or be a stream, got {found}")
+    # Several streams by name have a length, too.
+    if not hasattr(dataset, "__len__") or isinstance(dataset, Mapping | IterableDataset):
+        raise DataError(
+            f"train_dataset must be read by index and have a length, got {type(dataset).__name__}; "
+            "balance_stream(trainer, limits) takes streams"
+        )
     rank, num_replicas = replicas_of(trainer)
     batch = args.per_device_train_batch_size * num_replicas
     asked = args.gradient_accumulation_steps * batch
@@ -238,43 +232,6 @@ def rearrange(trainer: Trainer, limits: PackLimits | None = None, *, padded: boo
     if StepLoss(trainer, "token").routes:
         raise ConfigError("output_router_logits must be False to rearrange samples, got True")
     rearrange_samples(trainer, limits, padded=padded)
-
-
-def _delegate(
-    trainer: Trainer, limits: Any, alone: dict[str, Any], options: dict[str, Any], old_flags: dict[str, Any]
-) -> bool:
-    """Call what ``balance`` did under its old flags, if they say so; ``alone`` are arguments that it alone takes."""
-    is_rearranging, oversized = old_flags.pop("rearrange", False), old_flags.pop("oversized", "alone")
-    if old_flags:
-        raise TypeError(f"balance() got an unexpected keyword argument {min(old_flags)!r}")
-    given = [name for name, value in alone.items() if value is not None]
-    if is_rearranging:
-        name, remedy = "rearrange", "call rearrange(trainer)"
-        given += [name for name, usual in (("loss_reduction", "token"), ("mixture", None)) if options[name] != usual]
-    elif _is_stream(trainer.train_dataset):
-        name, remedy = "balance_stream", "a step of a stream holds gradient_accumulation_steps packs of each rank"
-        given += ["padded"] if options["padded"] else []
-    elif oversized != "alone":
-        raise ConfigError(
-            f"oversized must be 'alone' for a dataset that is no stream, got {oversized!r}; leave samples out of it"
-        )
-    else:
-        return False
-    if given:
-        raise ConfigError(f"{given[0]} must be left out of balance for what {name} does, got one; {remedy}")
-    warn(f"balance does this no longer in the next version: call {name}", DeprecationWarning, stacklevel=3)
-    if is_rearranging:
-        rearrange(trainer, limits, padded=options["padded"])
-    else:
-        del options["padded"]
-        balance_stream(trainer, limits, oversized=oversized, **options)
-    return True
-
-
-def _is_stream(dataset: Any) -> bool:
-    if isinstance(dataset, Mapping):  # several by name
-        return True
-    return isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not hasattr(dataset, "__len__"))
 
 
 def _begin(trainer: Trainer) -> None:

@@ -729,7 +729,7 @@ def with_video(items):
             DataError,
             "rank 0: sample 0: data_collator must leave out video_grid_thw .* got .*video_grid_thw",
         ),
-        ({}, {"train_dataset": None}, DataError, "train_dataset must be read by index .* or be a stream, got NoneType"),
+        ({}, {"train_dataset": None}, DataError, "train_dataset must be read by index .*, got NoneType"),
     ],
 )
 def test_what_packs_would_break_is_refused(options, change, error, message, tmp_path):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 pytest.importorskip("accelerate")
 
-from omnibal.errors import ConfigError
+from omnibal.errors import ConfigError, DataError
 from omnibal.integrations import trainer_streams
 from omnibal.integrations.packing import PackCollator
 from omnibal.integrations.transformers import balance, balance_stream, rearrange
@@ -142,18 +142,14 @@ def test_what_a_stream_cannot_have_is_refused(options, message, tmp_path):
         balance_stream(trainer, **{"limits": LIMITS["internvl"], **options})
 
 
-def test_a_stream_is_balanced_by_the_old_call_too_with_a_warning(tmp_path):
+def test_balance_says_what_takes_streams(tmp_path):
     trainer = trainer_on_stream(Case("internvl"), tmp_path, max_steps=2)
-    for options in ({"padded": True}, {"samples_per_step": 4}):
-        with pytest.raises(ConfigError, match=r"must be left out of balance .*, got one; a step of a stream"):
-            balance(trainer, LIMITS["internvl"], **options)
-    with pytest.warns(DeprecationWarning, match="call balance_stream"):
-        assert balance(trainer, LIMITS["internvl"], oversized="drop") is None
-    assert "get_train_dataloader" in vars(trainer)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'overzised'"):
-        balance(trainer, overzised="drop")
-    with pytest.raises(ConfigError, match="oversized must be 'alone' for a dataset that is no stream, got 'drop'"):
-        balance(trainer_of("internvl", tmp_path), oversized="drop")
+    for dataset in (trainer.train_dataset, {"a": trainer.train_dataset}, None):
+        trainer.train_dataset = dataset
+        with pytest.raises(
+            DataError, match=r"train_dataset must be read by index .*; balance_stream\(trainer, limits\)"
+        ):
+            balance(trainer, LIMITS["internvl"])
 
 
 @pytest.mark.parametrize(
