@@ -322,6 +322,8 @@ class Workspace:
 
     def make_profile(self, limits: PackLimits | None = None, *, num_tensor: int | None = None) -> ModelProfile:
         """Count what layers cost, or measure it, and keep it."""
+        if any(record.module == "sound" for record in self.records):
+            raise ConfigError(f"model must be one without sounds to be planned for, got {self.model_folder}")
         num_tensor = num_tensor or self.num_tensor
         check_degree(self.records, num_tensor)
         if self.measures:

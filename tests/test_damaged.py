@@ -24,7 +24,7 @@ from omnibal.plan import Plan
 from omnibal.records import parse_relaxed
 from omnibal.report.style import make_table
 from omnibal.report.training import read_metrics, training_rows
-from tests.advise.test_measuring import FORMS, RULE, VIDEO_RULE
+from tests.advise.test_measuring import FORMS, NO_VIDEOS, RULE
 from tests.report.test_training import logged
 
 FUZZED = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -96,7 +96,7 @@ def test_items_of_any_form(record):
     if isinstance(record, dict):
         in_words(lambda: read_conversation(record, Path("root")), DataError)
         rows = [(Row(Path("data"), 1, lambda: record), Path("root"))]
-        in_words(lambda: measure_rows(rows, RULE, str.__len__, "data", VIDEO_RULE))
+        in_words(lambda: measure_rows(rows, RULE, str.__len__, "data", NO_VIDEOS))
 
 
 PLAN = Plan(PackLimits(9, 4096), 8, Partition((0, 3, 5)), ("full", "full", "full", "none", "none"))

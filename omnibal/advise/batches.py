@@ -30,15 +30,19 @@ class Samples:
     """Drawn samples."""
 
     sizes: FloatArray
-    """One row per sample; columns are the fields of ``Load``, the last one (target tokens) only where it counts."""
+    """One row per sample; columns are vision units, LLM tokens, their squares, the squares of patches, sound units and,
+    only where they count, target tokens."""
 
     @classmethod
     def draw(cls, lengths: SampleLengths, count: int, generator: np.random.Generator) -> "Samples":
         """Draw samples with replacement, as the lengths may be a part of a dataset."""
         chosen = generator.integers(0, len(lengths), count)
         tokens = lengths.llm_tokens[chosen].astype(np.float64)
-        squared = np.zeros(count) if lengths.vision_squared is None else lengths.vision_squared[chosen]
-        columns = (lengths.vision_units[chosen], tokens, tokens**2, squared)
+        squared, sounds = (
+            np.zeros(count) if column is None else column[chosen]
+            for column in (lengths.vision_squared, lengths.sound_units)
+        )
+        columns = (lengths.vision_units[chosen], tokens, tokens**2, squared, sounds)
         targets = () if lengths.target_tokens is None else (lengths.target_tokens[chosen],)
         return cls(np.stack([*columns, *targets], axis=1).astype(np.float64))
 
@@ -48,12 +52,18 @@ class Samples:
     @property
     def all_rows(self) -> "Samples":
         """The same samples for a head that works on all rows: every token counts as a target."""
-        return Samples(self.sizes[:, :4])
+        return Samples(self.sizes[:, :5])
 
     @property
     def load(self) -> Load:
         """Each sample as a micro-batch of its own."""
-        return Load(*self.sizes.T)
+        return load_of(self.sizes.T)
+
+
+def load_of(columns: Any) -> Load:
+    """Columns of ``Samples.sizes`` as a load."""
+    vision, tokens, squares, squared, sounds, *targets = columns
+    return Load(vision, tokens, squares, squared, *targets, sound_units=sounds)
 
 
 @dataclass(frozen=True)
@@ -94,10 +104,11 @@ def padded_batches(
     sizes = sizes.reshape(-1, num_ranks, micro_batches, batch, sizes.shape[-1])
     sums = np.moveaxis(sizes.sum(axis=3), -1, 0)
     if batching == "flattened":
-        return Batches(Load(*sums), Load(*sums), float(per_step))
+        return Batches(load_of(sums), load_of(sums), float(per_step))
     # Every sample becomes as long as the longest of its micro-batch; padding is no target.
     longest = sizes[..., 1].max(axis=3)
-    return Batches(Load(sums[0], batch * longest, batch * longest**2, *sums[3:]), Load(*sums), float(per_step))
+    padded = load_of([sums[0], batch * longest, batch * longest**2, *sums[3:]])
+    return Batches(padded, load_of(sums), float(per_step))
 
 
 def _rebalanced(steps: FloatArray, num_ranks: int, micro_batches: int) -> Batches:
@@ -119,7 +130,7 @@ def _rebalanced(steps: FloatArray, num_ranks: int, micro_batches: int) -> Batche
         padded[:, 1], padded[:, 2] = counts * longest, counts * longest**2
         for found, kept in ((sums, real), (padded, loads)):
             kept.append(found[order].reshape(micro_batches, num_ranks, -1).transpose(1, 0, 2))
-    padded_load, real_load = (Load(*np.moveaxis(np.stack(kept), -1, 0)) for kept in (loads, real))
+    padded_load, real_load = (load_of(np.moveaxis(np.stack(kept), -1, 0)) for kept in (loads, real))
     return Batches(padded_load, real_load, float(steps.shape[1]))
 
 
@@ -169,7 +180,7 @@ def random_packs(samples: Samples, limits: PackLimits, *, num_ranks: int, micro_
     sums = _sums(samples.sizes, pack, number + 1)
     steps = max(number // (num_ranks * micro_batches), 1)  # the last pack may be short
     kept = np.resize(np.arange(max(number, 1)), steps * num_ranks * micro_batches)
-    load = Load(*sums[kept].T.reshape(-1, steps, num_ranks, micro_batches))
+    load = load_of(sums[kept].T.reshape(-1, steps, num_ranks, micro_batches))
     return Batches(load, load, float(np.bincount(pack, minlength=number + 1)[kept].sum()) / steps)
 
 
@@ -179,7 +190,8 @@ def even_packs(
     """Packs of each step's samples that take about equally long, those most alike at the same time.
 
     The longest samples go to the packs that are fastest so far, then the next longest, and so on (longest processing
-    time first, for an eighth of the packs at once). ``seconds`` are those of every sample alone in vision and language.
+    time first, for an eighth of the packs at once). ``seconds`` are those of every sample alone in each encoder and,
+    last, in the LLM.
     """
     steps, num_packs = len(samples) // samples_per_step, num_ranks * micro_batches
     sums = np.empty((steps, num_packs, samples.sizes.shape[1]))
@@ -187,17 +199,17 @@ def even_packs(
         own = slice(step * samples_per_step, (step + 1) * samples_per_step)
         pack, filled = _longest_first(seconds[own], num_packs)
         # Packs whose sums are even differ in one phase the opposite way as in the other, so language weighs more here.
-        order = np.argsort(filled.sum(axis=1) + 2 * filled[:, 1], kind="stable")
+        order = np.argsort(filled.sum(axis=1) + 2 * filled[:, -1], kind="stable")
         sums[step] = _sums(samples.sizes[own], pack, num_packs)[order]
     # Sorted packs are dealt to the ranks, there and back: like packs run at the same time.
     dealt = sums.reshape(steps, micro_batches, num_ranks, -1).copy()
     dealt[:, 1::2] = dealt[:, 1::2, ::-1]
-    load = Load(*np.moveaxis(dealt.transpose(0, 2, 1, 3), -1, 0))
+    load = load_of(np.moveaxis(dealt.transpose(0, 2, 1, 3), -1, 0))
     return Batches(load, load, float(samples_per_step))
 
 
 def _longest_first(seconds: FloatArray, num_packs: int) -> tuple[Indices, FloatArray]:
-    """The pack of each sample, and the seconds that each pack takes in vision and language."""
+    """The pack of each sample, and the seconds that each pack takes in the encoders and in the LLM."""
     order = np.argsort(-seconds.sum(axis=1), kind="stable")
     pack, filled = np.empty(len(seconds), dtype=np.int64), np.zeros((num_packs, seconds.shape[1]))
     size = -(-num_packs // PARTS)

@@ -10,7 +10,6 @@ import numpy as np
 
 from omnibal.advise.batches import Batching
 from omnibal.advise.estimate import (
-    CAUSES,
     DEVIATIONS,
     MODEL_ERROR,
     Estimate,
@@ -145,7 +144,7 @@ class Advice:
         shrunk = [float(estimate.sample_seconds.mean()) / today for estimate in estimates]
         shares = [estimate.shares for estimate in estimates]
         return [
-            (cause, shares[0][cause], shrunk[1] * shares[1][cause], shrunk[2] * shares[2][cause]) for cause in CAUSES
+            (cause, shares[0][cause], shrunk[1] * shares[1][cause], shrunk[2] * shares[2][cause]) for cause in shares[0]
         ]
 
     @property

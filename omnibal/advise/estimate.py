@@ -19,6 +19,8 @@ CAUSES: Final = (
     "useful", "padding", "waiting for others' ViT", "waiting for others' LLM", "recomputation", "communication"
 )  # fmt: skip
 """What the devices' time goes to; the update of the weights is useful."""
+SOUND: Final = "waiting for others' sounds"
+"""A further cause where a model hears and sees, and the encoder's where it hears alone."""
 DRAWS: Final = 8
 """Times that samples are drawn anew, to learn how far chance moves an estimate."""
 # Samples of a draw, and steps of a draw; a step of more than MOST_SAMPLES samples is a draw of its own.
@@ -97,10 +99,24 @@ class Scenario:
         return tuple(draws)
 
     @cached_property
+    def hears(self) -> bool:
+        """Whether the model has an encoder of sound."""
+        return "sound forward" in phase_costs(self.profile)
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """``CAUSES``, with ``SOUND`` where the model hears."""
+        if not self.hears:
+            return CAUSES
+        sees = any(layer.module == "vision" for layer in self.profile.layers)
+        return (*CAUSES, SOUND) if sees else tuple(SOUND if "ViT" in cause else cause for cause in CAUSES)
+
+    @cached_property
     def alone(self) -> tuple[FloatArray, ...]:
-        """For each draw the seconds that every sample takes alone in vision and language, shape (samples, 2)."""
+        """For each draw the seconds that every sample takes alone in each encoder and the LLM, (samples, parts)."""
         costs = phase_costs(self.profile)
-        parts = [costs[f"{part} forward"] + costs[f"{part} backward"] for part in ("vision", "language")]
+        names = ("sound", "vision", "language") if self.hears else ("vision", "language")
+        parts = [costs[f"{part} forward"] + costs[f"{part} backward"] for part in names]
         # The planner counts every token as a target, so even packs do, too.
         loads = (samples.all_rows.load for samples in self.draws)
         return tuple(np.stack([cost(load) for cost in parts], axis=1) for load in loads)
@@ -136,7 +152,7 @@ class Estimate:
 
     @cached_property
     def spent(self) -> FloatArray:
-        """Seconds of a device per sample that go to each of ``CAUSES``, shape (draws, causes)."""
+        """Seconds of a device per sample that go to each of the scenario's causes, shape (draws, causes)."""
         return np.array([self._spent(batches) for batches in self.batches])
 
     @property
@@ -149,7 +165,7 @@ class Estimate:
     def shares(self) -> dict[str, float]:
         """Shares of the devices' time by cause; they add up to 1."""
         spent = self.spent.mean(axis=0)
-        return dict(zip(CAUSES, (spent / spent.sum()).tolist(), strict=True))
+        return dict(zip(self.scenario.causes, (spent / spent.sum()).tolist(), strict=True))
 
     @property
     def samples_per_step(self) -> float:
@@ -204,20 +220,25 @@ class Estimate:
         plain, real = phase_seconds(profile, batches.loads), phase_seconds(profile, batches.real)
         run, once, useful = (float(sum(seconds.sum() for seconds in each.values())) for each in (costs, plain, real))
         waits = {phase: seconds.sum() for phase, seconds in wait(costs, recipe.sharding).items()}
-        by_vision = float(waits["vision forward"] + waits["vision backward"])
-        waited = by_vision + float(waits["language forward"] + waits["language backward"])
+        waited = float(sum(waits.values()))
         # A phase in which the last rank spends less makes up for a part of another one's waits.
-        by_vision = min(max(by_vision, 0.0), waited)
+        by_part, left = dict[str, float](), waited
+        for part in ("vision", "sound"):
+            own = float(sum(seconds for phase, seconds in waits.items() if phase.startswith(part)))
+            by_part[part] = min(max(own, 0.0), left)
+            left -= by_part[part]
         exposed = exposed_seconds(self.memory.held, recipe.sharding, self.scenario.cluster, costs, hpz=recipe.hpz)
         update = sum(layer.optimizer_seconds for layer in self.memory.held.layers) * steps
         update *= ranks if recipe.sharding == "ddp" else 1  # under ZeRO and FSDP each rank updates its share
+        beside = [by_part["sound"]] if len(self.scenario.causes) > len(CAUSES) else []
         spent = [
             useful + update,
             once - useful,
-            by_vision,
-            waited - by_vision,
+            waited - left - sum(beside),
+            left,
             run - once,
             float(exposed.sum()) * ranks,
+            *beside,
         ]
         return np.array(spent) / batches.num_samples
 

@@ -20,11 +20,12 @@ from omnibal.advise.present import Present
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.mixture import Mixture
 from omnibal.errors import DataError
-from omnibal.families.base import ImageLoad, ImageRule, Size, VideoHeader, VideoLoad, VideoRule
-from omnibal.formats.chat import IMAGE_MARK, VIDEO_MARK, Conversation, read_conversation
+from omnibal.families.base import ImageLoad, ImageRule, Size, SoundHeader, VideoHeader, VideoLoad
+from omnibal.formats.chat import IMAGE_MARK, Conversation, read_conversation
 from omnibal.formats.files import Row, is_tar, parse_entry, stream_rows
 from omnibal.formats.images import image_size
 from omnibal.formats.shards import Shards, names_of, open_shards
+from omnibal.formats.sounds import sound_header
 from omnibal.formats.videos import video_header
 
 FIXED_TOKENS: Final = ("internvl", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
@@ -75,7 +76,9 @@ class MeasuredLengths:
     said: str  # where the lengths come from, in words
     is_whole: bool = False  # whether every sample was counted before
     is_stream: bool = False  # whether only the head of a stream was measured
-    videos: Mapping[int, tuple[VideoHeader, ...]] = field(default_factory=dict)  # of the samples that have any
+    # Headers of the samples that have videos or sounds.
+    videos: Mapping[int, tuple[VideoHeader, ...]] = field(default_factory=dict)
+    sounds: Mapping[int, tuple[SoundHeader, ...]] = field(default_factory=dict)
 
 
 def measure(
@@ -111,7 +114,7 @@ def measure(
         found = _drawn(data[0], named, _rule(named, present, max_image), images, of_each=present.mixture is not None)
     if present.mixture is not None:
         found = _mixed(found, present.mixture)
-    if named.model.config["model_type"].startswith("qwen"):
+    if named.model.units == "patches":
         found = _with_squares(found)
     return found if present.cutoff is None or present.batching == "packed" else _cut(found, present.cutoff)
 
@@ -120,7 +123,9 @@ def _mixed(found: MeasuredLengths, mixture: Mixture) -> MeasuredLengths:
     from omnibal.data.source_draws import typical_lengths  # compiled, which no other advice needs
 
     lengths = typical_lengths(found.lengths, mixture)
-    return replace(found, lengths=lengths, videos={}, said=f"{found.said}; drawn with the mixture's first shares")
+    return replace(
+        found, lengths=lengths, videos={}, sounds={}, said=f"{found.said}; drawn with the mixture's first shares"
+    )
 
 
 def _with_squares(found: MeasuredLengths) -> MeasuredLengths:
@@ -159,7 +164,9 @@ class DrawnLengths:
     problems: tuple[str, ...]  # one for each sample that could not be measured
     text_tokens: float  # mean tokens of a sample that are text
     usable: IntArray  # numbers of the samples that could be measured, in the order in which they were given
-    videos: Mapping[int, tuple[VideoHeader, ...]] = field(default_factory=dict)  # of the samples that have any
+    # Headers of the samples that have videos or sounds.
+    videos: Mapping[int, tuple[VideoHeader, ...]] = field(default_factory=dict)
+    sounds: Mapping[int, tuple[SoundHeader, ...]] = field(default_factory=dict)
 
 
 def draw_rows(
@@ -196,39 +203,35 @@ def _lines(root: Path) -> Iterator[tuple[Row, Path]]:
 
 
 def measure_rows(
-    rows: Iterable[tuple[Row, Path]],
-    rule: ImageRule,
-    count: Count,
-    named: str,
-    video_rule: Callable[[], VideoRule],
+    rows: Iterable[tuple[Row, Path]], rule: ImageRule, count: Count, named: str, model: Model
 ) -> DrawnLengths:
-    """Measure some rows.
-
-    Args:
-        rows: Each with the folder that its images are relative to.
-        video_rule: Makes the rule of videos, or says why there is none, once there is a video.
-    """
+    """Measure some rows, each with the folder that its files are relative to."""
     loads, problems, text_tokens, usable, number = [], list[str](), 0, list[int](), -1
-    videos = dict[int, tuple[VideoHeader, ...]]()
+    videos, sounds = dict[int, tuple[VideoHeader, ...]](), dict[int, tuple[SoundHeader, ...]]()
     for number, (row, root) in enumerate(rows):
         try:
             conversation = read_conversation(row.read(), root, strict=False)
-            sizes = conversation.sizes or tuple(map(image_size, conversation.images))
-            of_images = np.array(rule(sizes), dtype=np.int64).reshape(-1, 3)
-            headers = tuple(map(video_header, conversation.videos))
-            of_videos = [video_rule()(header) for header in headers]
+            of_images = rule(conversation.sizes or tuple(map(image_size, conversation.images)))
+            clips, heard = tuple(map(video_header, conversation.videos)), tuple(map(sound_header, conversation.sounds))
+            of_videos = [model.video_rule()(header) for header in clips]
+            of_sounds = [model.sound_rule()(header) for header in heard]
         except Exception as error:  # records of other code bases may hold anything
             problems.append(str(row.problem(error)))
             continue
         text, targets = _text_tokens(conversation, count)
-        text += IMAGE_TOKENS * (len(of_images) + len(of_videos))
-        units, image_tokens, squared = of_images.sum(axis=0).tolist()
-        video_units = sum(load.vision_units for load in of_videos)
-        tokens = image_tokens + text + sum(tokens_of(load, count) for load in of_videos)
-        squared += sum(load.vision_squared for load in of_videos)
-        loads.append((units + video_units, tokens, targets, squared, video_units))
-        if headers:
-            videos[len(usable)] = headers
+        text += IMAGE_TOKENS * (len(of_images) + len(of_videos) + len(of_sounds))
+        video_tokens = sum(tokens_of(load, count) for load in of_videos)
+        loads.append((
+            sum(load.vision_units for load in (*of_images, *of_videos, *of_sounds)),
+            text + sum(load.llm_tokens for load in (*of_images, *of_sounds)) + video_tokens,
+            targets,
+            sum(load.vision_squared for load in (*of_images, *of_videos)),
+            sum(load.vision_units for load in of_videos),
+            sum(load.sound_units for load in of_sounds),
+        ))  # fmt: skip
+        for found, headers in ((videos, clips), (sounds, heard)):
+            if headers:
+                found[len(usable)] = headers  # type: ignore[assignment]  # each pair is of one kind
         text_tokens += text
         usable.append(number)
     if not loads or len(problems) > MOST_UNREAD * (number + 1):  # the others may be of another kind: texts, say
@@ -238,10 +241,11 @@ def measure_rows(
             f"data must have items whose lengths can be told, got {len(problems):,} of {number + 1:,} that have none "
             f"in {named}; {first}{hint if 'image must' in first else ''}"
         )
-    units, tokens, targets, squared, video_units = np.array(loads, dtype=np.int64).T
-    further, videos_too = (column if column.any() else None for column in (squared, video_units))
-    lengths = SampleLengths(units, tokens, target_tokens=targets, vision_squared=further, video_units=videos_too)
-    return DrawnLengths(lengths, tuple(problems), text_tokens / len(loads), np.array(usable), videos)
+    units, tokens, targets, *further = np.array(loads, dtype=np.int64).T
+    names = ("vision_squared", "video_units", "sound_units")
+    columns = {name: column for name, column in zip(names, further, strict=True) if column.any()}
+    lengths = SampleLengths(units, tokens, target_tokens=targets, **columns)
+    return DrawnLengths(lengths, tuple(problems), text_tokens / len(loads), np.array(usable), videos, sounds)
 
 
 def tokens_of(load: VideoLoad, count: Count) -> int:
@@ -253,7 +257,9 @@ def _text_tokens(conversation: Conversation, count: Count) -> tuple[int, int]:
     """Tokens of a conversation's text in ChatML, images left out, and those of them that are targets."""
     tokens = targets = 0
     for role, text in conversation.turns:
-        written = text.replace(VIDEO_MARK, IMAGE_MARK) if conversation.videos else text
+        written = text
+        for mark in conversation.marks:
+            written = written.replace(mark, IMAGE_MARK)
         said_tokens = sum(count(part) for part in MARKS.split(written) if part)
         tokens += said_tokens + TURN_TOKENS
         targets += said_tokens + END_TOKENS if role == "assistant" else 0
@@ -263,7 +269,7 @@ def _text_tokens(conversation: Conversation, count: Count) -> tuple[int, int]:
 def _drawn(data: Path, named: NamedModel, rule: ImageRule, images: Path | None, *, of_each: bool) -> MeasuredLengths:
     counter = _tokenizer(named.folder)
     shards, rows, source = draw_rows(data, images, of_each=of_each, count=DRAWN)
-    drawn = measure_rows(rows, rule, counter or estimated_tokens, str(data), named.model.video_rule)
+    drawn = measure_rows(rows, rule, counter or estimated_tokens, str(data), named.model)
     columns, names = drawn.lengths.columns(), names_of(shards.parts)
     lengths = SampleLengths(**{**columns, "source": source[drawn.usable]}, source_names=names)
     text = f"{len(lengths):,} of {shards.num_samples:,} samples measured"
@@ -275,7 +281,7 @@ def _of_head(
 ) -> MeasuredLengths:
     counter = _tokenizer(named.folder)
     names, count = ", ".join(map(str, data)), counter or estimated_tokens
-    drawn = measure_rows(islice(rows, DRAWN), rule, count, names, named.model.video_rule)
+    drawn = measure_rows(islice(rows, DRAWN), rule, count, names, named.model)
     drift = _drift(drawn.lengths, named.model.units)
     text = f"the first {len(drawn.lengths):,} samples of a stream measured{drift}"
     return replace(_told(drawn, text, counter is None), is_stream=True)
@@ -314,7 +320,7 @@ def _told(drawn: DrawnLengths, text: str, is_estimated: bool) -> MeasuredLengths
         text += f"; tokens of text estimated (±{ESTIMATE_ERROR:.0%}, ±{share:.0%} of all), for want of a tokenizer"
     if drawn.problems:
         text += f"; {len(drawn.problems)} could not be read, the first: {drawn.problems[0]}"
-    return MeasuredLengths(drawn.lengths, text, videos=drawn.videos)
+    return MeasuredLengths(drawn.lengths, text, videos=drawn.videos, sounds=drawn.sounds)
 
 
 def _tokenizer(folder: Path | None) -> Callable[[str], int] | None:

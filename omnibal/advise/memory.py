@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from omnibal.advise.wait import Sharding
+from omnibal.advise.wait import Sharding, reached_layers
 from omnibal.cluster import Cluster, Layout
 from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.memory.footprint import loss_bytes
@@ -24,7 +24,10 @@ from omnibal.profile.records import LayerCost, Level, ModelProfile
 FLOAT32, FLOAT16 = 4, 2
 ELEMENTS: Final = {"bfloat16": FLOAT16, "float32": FLOAT32}  # bytes of a number by a profile's dtype
 # Layers whose parameters are matrices, but for a few: Muon keeps less of these than of embeddings, heads and norms.
-BLOCKS: Final = ("vision_block", "window_block", "deepstack_block", "decoder_block", "projector")
+BLOCKS: Final = (
+    *("vision_block", "window_block", "deepstack_block", "decoder_block", "projector", "sound_block"),
+    "sound_projector",
+)
 # Parameters of a rank's share under ZeRO 3 that are updated at a time: DeepSpeed's default of sub_group_size.
 UPDATED_AT_ONCE: Final = 10**9
 # Bytes of a gradient's copies at the update under ZeRO: in float32, and the flat 16-bit one that this is made of.
@@ -206,7 +209,8 @@ class RankMemory:
     def peak_bytes(self, loads: Load) -> FloatArray:
         """What a rank holds while each micro-batch runs, or at the update if it is more, in the shape of the loads."""
         # Of the head only logits count, as transformers has all of them at one time.
-        trained = [layer for layer in self.profile.layers[self.profile.frozen_front :] if layer.kind != "head"]
+        reached = zip(self.profile.layers, reached_layers(self.profile), strict=True)
+        trained = [layer for layer, is_reached in reached if is_reached and layer.kind != "head"]
         levels = [self.recompute if self.recompute in layer.saved_bytes else "none" for layer in trained]
         kept = sum((layer.saved_bytes[level] for layer, level in zip(trained, levels, strict=True)), start=CostModel())
         # What a layer's backward pass needs beyond what is kept: recomputed activations, and gradients.

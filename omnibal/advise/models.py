@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 from omnibal.device import Device
 from omnibal.errors import ConfigError
 from omnibal.families import family_of, layer_records
-from omnibal.families.base import Config, ImageRule, LayerRecord, VideoRule, vision_unit_of
+from omnibal.families.base import Config, ImageRule, LayerRecord, SoundRule, VideoRule, vision_unit_of
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
 from omnibal.records import read_json
@@ -34,7 +34,7 @@ class Model:
     config: Config
     """All keys, as ``config.to_dict()`` of transformers has them."""
     preprocessor: Config
-    """The configuration of the image processor."""
+    """The configuration of the image processor, and of the feature extractor of a model that hears."""
     videos: Config | None = None
     """What a folder says of its video processor; None for what the family's published folders say."""
 
@@ -77,6 +77,13 @@ class Model:
             raise ConfigError(f"model must be of a family whose videos are known, got {self.name}")
         settings = family.video_settings(_usual_videos(self.config) if self.videos is None else self.videos)
         return family.video_rule(self.config, {**settings, **changed})
+
+    def sound_rule(self) -> SoundRule:
+        """The rule that turns sounds' headers into loads."""
+        family = family_of(self.config)
+        if family.sound_rule is None:
+            raise ConfigError(f"model must be of a family whose sounds are known, got {self.name}")
+        return family.sound_rule(self.config, self.preprocessor)
 
     @classmethod
     def known(cls, name: str) -> "Model":
@@ -145,7 +152,8 @@ def read_model(named: str) -> NamedModel:
     if isinstance(of_all, dict):  # as transformers looks for it: in the file of all processors first
         of_videos = of_all.get("video_processor", of_videos)
     if isinstance(preprocessor, dict):
-        preprocessor = preprocessor.get("image_processor", preprocessor)
+        heard = preprocessor.get("feature_extractor", {})
+        preprocessor = {**heard, **preprocessor.get("image_processor", preprocessor)}
     return NamedModel(Model.of(folder.resolve().name, config, preprocessor, of_videos), folder)
 
 
@@ -194,9 +202,15 @@ def complete(config: Config) -> dict[str, Any]:
     >>> complete({"model_type": "qwen2_5_vl", "hidden_size": 3584})["text_config"]["hidden_size"]
     3584
     """
+    config = config.get("thinker_config") or config  # of Qwen2.5-Omni's folder
     kind = str(config.get("model_type"))
     vision, text = DEFAULTS.get(kind, ({}, {}))
+    if kind == "qwen2_audio":
+        defaults = {"audio_config": _WHISPER, "text_config": text}
+        return {**config, **{name: {**usual, **(config.get(name) or {})} for name, usual in defaults.items()}}
     parts = {"vision_config": dict(config.get("vision_config") or {})}
+    if kind == "qwen2_5_omni_thinker":
+        parts["audio_config"] = {**_WHISPER, "n_window": 100, **dict(config.get("audio_config") or {})}
     own = config.get("text_config")
     parts["text_config"] = dict(own) if own else {key: value for key, value in config.items() if key not in parts}
     if kind.startswith("llava"):
@@ -248,10 +262,20 @@ _INTERN_VIT_6B: Final = {
     **_INTERN_VIT, "hidden_size": 3200, "intermediate_size": 12800, "num_hidden_layers": 45,
     "num_attention_heads": 25, "attention_bias": False, "use_qk_norm": True, "norm_type": "rms_norm",
 }  # fmt: skip
+_WHISPER: Final = {
+    "num_mel_bins": 128, "d_model": 1280, "encoder_layers": 32, "encoder_attention_heads": 20, "encoder_ffn_dim": 5120,
+    "max_source_positions": 1500,
+}  # fmt: skip
+_QWEN_AUDIO: Final = {
+    "model_type": "qwen2", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 32, "intermediate_size": 22016, "vocab_size": 151936,
+}  # fmt: skip
 # Defaults of ViT and language model, by the model_type of both together.
 DEFAULTS: Final[Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]] = {
     "qwen2_vl": (_QWEN2_VIT, {}),
     "qwen2_5_vl": (_QWEN25_VIT, {}),
+    "qwen2_audio": ({}, _QWEN_AUDIO),
+    "qwen2_5_omni_thinker": (_QWEN25_VIT, {"model_type": "qwen2_5_omni_text"}),
     "qwen3_vl": (_QWEN3_VIT, {"model_type": "qwen3_vl_text", "head_dim": 128}),
     "qwen3_vl_moe": (_QWEN3_VIT, {"model_type": "qwen3_vl_moe_text", "head_dim": 128}),
     "llava": (_CLIP, {}),
@@ -265,9 +289,12 @@ _ONEVISION_CANVASES: Final = tuple((384 * rows, 384 * columns) for rows in range
 
 def _usual_preprocessor(config: Config) -> dict[str, Any]:
     """The configuration that a family's published folders give their image processors."""
-    kind, vision = config["model_type"], config["vision_config"]
-    if kind in ("qwen2_vl", "qwen2_5_vl"):
-        return {"patch_size": 14, "merge_size": 2, "size": {"shortest_edge": 3136, "longest_edge": 12_845_056}}
+    kind, vision = config["model_type"], config.get("vision_config", {})
+    if kind == "qwen2_audio":
+        return {"sampling_rate": 16_000, "hop_length": 160, "chunk_length": 30, "size": {}}
+    heard = {"sampling_rate": 16_000, "hop_length": 160, "chunk_length": 300} if "audio_config" in config else {}
+    if kind in ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker"):
+        return {"patch_size": 14, "merge_size": 2, "size": {"shortest_edge": 3136, "longest_edge": 12_845_056}} | heard
     if kind in ("qwen3_vl", "qwen3_vl_moe"):
         return {"patch_size": 16, "merge_size": 2, "size": {"shortest_edge": 65_536, "longest_edge": 16_777_216}}
     tile = vision["image_size"]
@@ -323,6 +350,13 @@ def _entry(kind: str, vision: Mapping[str, Any], text: LanguageModel, **more: An
     return config, _usual_preprocessor(config)
 
 
+def _hearing(kind: str, vision: Mapping[str, Any], text: LanguageModel) -> tuple[Config, Config]:
+    """The thinker's configuration as its name stands for it, and what published folders say of processors."""
+    sizes = {key: value for key, value in text._asdict().items() if value is not None}
+    config = complete({"model_type": kind, "vision_config": dict(vision), "text_config": sizes})
+    return config, _usual_preprocessor(config)
+
+
 # Hidden size, layers, heads, key-value heads, intermediate size (of mixtures also an expert's); below vocabularies.
 _QWEN_05B, _QWEN_15B = (896, 24, 14, 2, 4864), (1536, 28, 12, 2, 8960)
 _QWEN_7B, _QWEN_14B = (3584, 28, 28, 4, 18944), (5120, 48, 40, 8, 13824)
@@ -355,6 +389,8 @@ MODELS: Final[Mapping[str, tuple[Config, Config]]] = {
     "Qwen2.5-VL-7B": _entry("qwen2_5_vl", _QWEN25_VIT, _qwen2(*_QWEN_7B, _LARGE)),
     "Qwen2.5-VL-32B": _entry("qwen2_5_vl", _WIDER_VIT, _qwen2(*_QWEN_32B, _LARGE)),
     "Qwen2.5-VL-72B": _entry("qwen2_5_vl", _WIDER_VIT, _qwen2(*_QWEN_72B, _LARGE)),
+    "Qwen2-Audio-7B": _hearing("qwen2_audio", {}, LanguageModel("qwen2", 4096, 32, 32, 32, 11008, 156_032)),
+    "Qwen2.5-Omni-7B": _hearing("qwen2_5_omni_thinker", _QWEN25_VIT, _qwen2(*_QWEN_7B, _LARGE)),
     "Qwen3-VL-2B": _entry("qwen3_vl", _QWEN3_SMALL_VIT, _qwen3("1.7B"), **_TIED),
     "Qwen3-VL-4B": _entry("qwen3_vl", _QWEN3_SMALL_VIT, _qwen3("4B"), **_TIED),
     "Qwen3-VL-8B": _entry("qwen3_vl", _QWEN3_VIT, _qwen3("8B")),

@@ -107,6 +107,8 @@ class Question:
         Raises:
             InfeasibleError: Today's mean rank needs more memory than there is.
         """
+        if with_pipeline:
+            self._refuse_sounds()
         return advise(self.scenario, self.recipe, with_pipeline=with_pipeline, must_fit=must_fit)
 
     def layouts(self, report: Callable[[str], object] = lambda doing: None) -> LayoutAnswer:
@@ -121,6 +123,7 @@ class Question:
         from omnibal.advise.layouts import weigh_layouts  # its loops are compiled, which no other advice needs
 
         check_weighable(self.cluster, self.scenario.samples_per_step)
+        self._refuse_sounds()
         if self.costs is not None:
             self.costs.check_matches(tensor_parallel=1)
         return weigh_layouts(self.scenario, self.tensor_profile, report=report)
@@ -190,6 +193,11 @@ class Question:
             lengths, counted, self.cluster, per_step, adapted=adapted,
             spares_rows=spares_rows, offered=offered, cutoff=present.cutoff, precision=present.precision,
         )  # fmt: skip
+
+    def _refuse_sounds(self) -> None:
+        """Pipelines, tensor ranks and units know no encoder of sound."""
+        if self.scenario.hears:
+            raise ConfigError(f"model must be one without sounds to plan layouts of, got {self.model.name}")
 
     def _check_costs(self, costs: ModelProfile) -> None:
         """Refuse costs of another device, of another model, or with other parts trained."""

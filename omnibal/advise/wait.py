@@ -22,7 +22,8 @@ from numpy.typing import ArrayLike
 from omnibal.cluster import Cluster, Layout
 from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.errors import ConfigError
-from omnibal.profile.records import Level, ModelProfile
+from omnibal.families.base import Module
+from omnibal.profile.records import LayerCost, Level, ModelProfile
 
 Sharding = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
 """What data-parallel ranks share; plain DDP accumulates under ``no_sync``, as Trainer and Accelerate do."""
@@ -38,26 +39,45 @@ MEETINGS: Final[Mapping[Sharding, Meeting]] = {
 """What ranks do on their own before they wait for each other."""
 PHASES: Final = ("vision forward", "language forward", "language backward", "vision backward")
 """The order in which all ranks run them; the projector belongs to vision."""
+SOUND_PHASES: Final = ("sound forward", "sound backward")
+"""Further phases of a model that hears, first and last."""
 
 
 def phase_seconds(profile: ModelProfile, loads: Load, *, recompute: Level = "none") -> dict[str, FloatArray]:
-    """Seconds that micro-batches of any shape take in each of ``PHASES``, without any wait."""
+    """Seconds that micro-batches of any shape take in each phase, without any wait."""
     return {phase: cost(loads) for phase, cost in phase_costs(profile, recompute=recompute).items()}
 
 
 def phase_costs(profile: ModelProfile, *, recompute: Level = "none") -> dict[str, CostModel]:
     """The costs that ``phase_seconds`` evaluates, for callers with many micro-batches."""
-    costs: dict[str, CostModel] = dict.fromkeys(PHASES, CostModel())
-    # The backward pass ends at the first trained layer: the layers before it have none, and recompute nothing.
-    reached = False
-    for layer in profile.layers:
-        reached = reached or layer.trainable
-        part = "language" if layer.module == "language" else "vision"
+    hears = any(layer.module == "sound" for layer in profile.layers)
+    phases = (SOUND_PHASES[0], *PHASES, SOUND_PHASES[1]) if hears else PHASES
+    costs: dict[str, CostModel] = dict.fromkeys(phases, CostModel())
+    for layer, reached in zip(profile.layers, reached_layers(profile), strict=True):
+        part = part_of(layer)
         costs[f"{part} forward"] += layer.forward_seconds
         if reached:
             again = layer.recompute_seconds.get(recompute, CostModel())
             costs[f"{part} backward"] += layer.backward_seconds + layer.weight_seconds + again
     return costs
+
+
+def part_of(layer: LayerCost) -> Module:
+    """The part of a model whose phases run a layer."""
+    return "vision" if layer.module == "projector" else layer.module
+
+
+def reached_layers(profile: ModelProfile) -> list[bool]:
+    """Whether the backward pass runs each layer: it ends at the first trained one of each encoder."""
+    reached, begun, encoder = list[bool](), set[Module](), "vision"
+    for layer in profile.layers:
+        # Gradients of the projector's input go to the encoder before it, those of the LLM's to both encoders.
+        passes = encoder in begun if layer.module == "projector" else layer.module == "language" and bool(begun)
+        if layer.trainable or passes:
+            begun.add(part_of(layer))
+        encoder = layer.module if layer.module in ("sound", "vision") else encoder
+        reached.append(part_of(layer) in begun)
+    return reached
 
 
 def sample_costs(profile: ModelProfile, *, recompute: Level = "none") -> tuple[CostModel, CostModel]:
@@ -160,11 +180,12 @@ def exposed_seconds(
     # In a ring every rank sends (ranks - 1) / ranks of the bytes that all ranks end up with, or give their part of.
     share = (cluster.num_devices - 1) / cluster.num_devices / bandwidth(cluster)
     slowest = {phase: seconds.max(axis=1) for phase, seconds in costs.items()}  # of all ranks; (steps, micro-batches)
-    backward = slowest["language backward"] + slowest["vision backward"]
+    backward = np.sum([seconds for phase, seconds in slowest.items() if phase.endswith("backward")], axis=0)
     trained = sum(layer.gradient_bytes for layer in profile.layers) * share
     if MEETINGS[sharding] == "phase":
-        weights = {part: _bytes(profile, part, "parameter_bytes") for part in ("vision", "language")}
-        reduced = {part: _bytes(profile, part, "gradient_bytes") * share for part in ("vision", "language")}
+        parts = {phase.partition(" ")[0] for phase in costs}
+        weights = {part: _bytes(profile, part, "parameter_bytes") for part in parts}
+        reduced = {part: _bytes(profile, part, "gradient_bytes") * share for part in parts}
         near = share
         if sharding == "zero3" and 1 < hpz <= cluster.devices_per_node:
             near = (hpz - 1) / hpz / cluster.device.link_bytes_per_second
@@ -184,5 +205,4 @@ def exposed_seconds(
 
 
 def _bytes(profile: ModelProfile, part: str, name: str) -> int:
-    layers = [layer for layer in profile.layers if (layer.module == "language") == (part == "language")]
-    return sum(getattr(layer, name) for layer in layers)
+    return sum(getattr(layer, name) for layer in profile.layers if part_of(layer) == part)

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Final
 
 from omnibal.errors import ConfigError, said
-from omnibal.families import internvl, llava, qwen_vl
+from omnibal.families import internvl, llava, qwen_vl, sounds
 from omnibal.families.base import Config, Family, LayerRecord
 
 _FAMILIES: dict[str, Family] = {}
@@ -42,6 +42,8 @@ for _family in (
     qwen_vl.SECOND,
     qwen_vl.THIRD,
     qwen_vl.THIRD_WITH_EXPERTS,
+    sounds.AUDIO,
+    sounds.OMNI,
 ):
     register(_family)
 

@@ -13,7 +13,9 @@ from omnibal.families.cuts import Cut
 
 Config = Mapping[str, Any]
 """A configuration as a dict: ``config.to_dict()`` of a model, ``processor.to_dict()`` of an image processor."""
-Module = Literal["vision", "projector", "language"]
+Module = Literal["sound", "vision", "projector", "language"]
+WINDOWS: Final = "windows"
+"""What the first encoder counts where a model hears and does not see."""
 ONLY: Final = "only:"  # before a kind of layers: this kind alone, where others have its common name
 # Sizes of a layer under LoRA: parameters of its adapters, which "parameters" counts too; their ranks, added up; and the
 # widths of what dropout makes for each of them, nothing without dropout.
@@ -79,7 +81,8 @@ class LayerRecord:
     """Layers with the same key share one weight."""
     _: KW_ONLY
     module: Module
-    """Costs of the language model's layers depend on tokens, costs of all others on vision units."""
+    """Costs of the language model's layers depend on tokens, those of an encoder of sound beside a ViT on sound units,
+    costs of all others on vision units."""
     token_bytes: int = 16
     """Bytes of the integers (id and position) that a cut behind the layer sends for each LLM token."""
     weights: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
@@ -103,9 +106,15 @@ class LayerRecord:
 
 
 def vision_unit_of(layers: Iterable[Layer]) -> str:
-    """What the ViT of some layers counts images in: ``"tiles"``, ``"patches"``, or ``"vision units"`` if none says."""
-    patches = {layer.sizes["patches_per_tile"] for layer in layers if "patches_per_tile" in layer.sizes}
-    return "vision units" if not patches else "patches" if patches == {1} else "tiles"
+    """What the first encoder counts: ``"tiles"``, ``"patches"``, or ``"vision units"`` if none says.
+
+    Where there is no ViT, the encoder of sound counts ``"windows"``.
+    """
+    counted = {layer.module: layer.sizes["patches_per_tile"] for layer in layers if "patches_per_tile" in layer.sizes}
+    if "sound" in counted and "vision" not in counted:
+        return WINDOWS
+    patches = counted.get("vision", counted.get("projector"))
+    return "vision units" if patches is None else "patches" if patches == 1 else "tiles"
 
 
 class ImageLoad(NamedTuple):
@@ -168,6 +177,29 @@ VideoRule = Callable[[VideoHeader], VideoLoad]
 """From a video's header to what the video brings; a ValueError says why the model refuses such a video."""
 
 
+class SoundHeader(NamedTuple):
+    """What a file says of a sound without decoding it."""
+
+    samples: int
+    """Samples of one channel."""
+    rate: int
+    """Samples a second."""
+
+
+class SoundLoad(NamedTuple):
+    """What one sound brings."""
+
+    vision_units: int
+    """Windows of a model that hears alone, each as long as the longest sound; 0 beside a ViT."""
+    sound_units: int
+    """Positions of an encoder beside a ViT, or 0."""
+    llm_tokens: int
+
+
+SoundRule = Callable[[SoundHeader], SoundLoad]
+"""From a sound's header to what the sound brings; a ValueError says why the model refuses such a sound."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """The facts of models that are built alike: all that the rest of the package knows of them.
@@ -191,6 +223,9 @@ class Family:
             refused.
         video_processor: The class of transformers' that the rule follows, ``"module:class"``.
         video_settings: Its whole configuration from what a folder says of it.
+        sound_rule: Makes the rule of a model from its configuration and its feature extractor's; None where sounds are
+            refused.
+        sees: Whether the model has a ViT; where it has none, vision units are windows of sound.
     """
 
     model_types: tuple[str, ...]
@@ -204,6 +239,8 @@ class Family:
     video_rule: Callable[[Config, Config], VideoRule] | None = None
     video_processor: str = ""
     video_settings: Callable[[Config], Config] = dict
+    sound_rule: Callable[[Config, Config], SoundRule] | None = None
+    sees: bool = True
 
     def images(
         self, config: Config, preprocessor: Config, *, max_tiles: int | None = None, min_tiles: int | None = None

@@ -10,7 +10,7 @@ from omnibal.families.cuts import Cut
 # From values of ``text_config.model_type`` with plain decoder layers to whose layers they have.
 TEXT_MODELS = {
     **{name: name for name in ("llama", "mistral", "qwen2", "qwen3")},
-    **{"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"},
+    **{"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen2_5_omni_text": "qwen2"},
     **{"qwen3_moe": "qwen3", "qwen3_vl_moe_text": "qwen3"},
 }
 # Those with experts in place of MLPs: planned for and not trained in a pipeline.

@@ -1,41 +1,32 @@
-"""What sounds bring to Qwen2-Audio and to Qwen2.5-Omni's thinker, by the samples and the rate that a header states.
+"""Qwen2-Audio and Qwen2.5-Omni's thinker: what sounds bring, by the samples and the rate that a header states; layers.
 
 Sources: transformers 5.23, ``WhisperFeatureExtractor`` (frames) and ``_get_feat_extract_output_lengths`` (tokens); Chu
 et al., "Qwen2-Audio" (2024), section 2; Xu et al., "Qwen2.5-Omni" (2025), section 2.2, for blocks of sound.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final
 
 from omnibal.errors import ConfigError
-from omnibal.families.base import Config, size
+from omnibal.families import qwen_vl
+from omnibal.families.base import (
+    Config,
+    Family,
+    ImageLoad,
+    ImageRule,
+    LayerRecord,
+    Size,
+    SoundHeader,
+    SoundLoad,
+    SoundRule,
+    section,
+    size,
+)
+from omnibal.families.parts import block_sizes, text_records
 
 LEAST_TOKENS: Final = 2
 """transformers' Qwen2-Audio takes a row without two neighbouring tokens of sound for one that is not expanded yet."""
-
-
-class SoundHeader(NamedTuple):
-    """What a file says of a sound without decoding it."""
-
-    samples: int
-    """Samples of one channel."""
-    rate: int
-    """Samples a second."""
-
-
-class SoundLoad(NamedTuple):
-    """What one sound brings."""
-
-    sound_units: int
-    """Windows of Qwen2-Audio, each as long as the longest sound; positions of Qwen2.5-Omni's encoder."""
-    llm_tokens: int
-
-
-SoundRule = Callable[[SoundHeader], SoundLoad]
-"""From a sound's header to what the sound brings; a ValueError says why the model refuses such a sound."""
-SOUND_MODELS: Final = {"qwen2_audio": True, "qwen2_5_omni": False, "qwen2_5_omni_thinker": False}
-"""Model types with an encoder of sound, and whether every sound fills a window."""
 
 
 def sound_rule(config: Config, extractor: Config) -> SoundRule:
@@ -44,12 +35,13 @@ def sound_rule(config: Config, extractor: Config) -> SoundRule:
     >>> extractor = {"sampling_rate": 16000, "hop_length": 160, "chunk_length": 30}
     >>> rule = sound_rule({"model_type": "qwen2_audio"}, extractor)
     >>> rule(SoundHeader(samples=44100, rate=44100))
-    SoundLoad(sound_units=1, llm_tokens=25)
+    SoundLoad(vision_units=1, sound_units=0, llm_tokens=25)
     """
-    if config.get("model_type") not in SOUND_MODELS:
-        raise ConfigError(f"model_type must be one of {', '.join(SOUND_MODELS)}, got {config.get('model_type')!r}")
+    families = [model_type for family in (AUDIO, OMNI) for model_type in family.model_types]
+    if config.get("model_type") not in families:
+        raise ConfigError(f"model_type must be one of {', '.join(families)}, got {config.get('model_type')!r}")
     rate, hop, seconds = (size(extractor, key) for key in ("sampling_rate", "hop_length", "chunk_length"))
-    return partial(_sound_load, SOUND_MODELS[config["model_type"]], rate, hop, seconds)
+    return partial(_sound_load, config["model_type"] in AUDIO.model_types, rate, hop, seconds)
 
 
 def resampled(header: SoundHeader, rate: int) -> int:
@@ -71,4 +63,77 @@ def _sound_load(fills_window: bool, rate: int, hop: int, seconds: int, header: S
     tokens = (positions - 2) // 2 + 1  # behind pooling by 2
     if tokens < LEAST_TOKENS:
         raise ValueError(f"sound must last at least {7 * hop / rate:.2f} s, got {samples / rate:.3f} s")
-    return SoundLoad(1 if fills_window else positions, tokens)
+    return SoundLoad(1, 0, tokens) if fills_window else SoundLoad(0, positions, tokens)
+
+
+def _no_images(config: Config, preprocessor: Config) -> ImageRule:
+    return _refuse_images
+
+
+def _refuse_images(sizes: Sequence[Size]) -> tuple[ImageLoad, ...]:
+    if sizes:
+        raise ValueError(f"sample must have no image for a model that hears alone, got {len(sizes)}")
+    return ()
+
+
+def _tower(config: Config, counts: Mapping[str, int], *, unused: int) -> list[LayerRecord]:
+    """Convolutions and blocks of an encoder of sound; ``unused`` are parameters that never get a gradient."""
+    hidden, mels = size(config, "d_model"), size(config, "num_mel_bins")
+    # A position comes of two frames of the first convolution and one of the second, each of three neighbours.
+    first = {"hidden": hidden, "values_per_patch": 6 * mels + 3 * hidden, "untrained": unused}
+    first["parameters"] = (3 * mels + 1 + 3 * hidden + 1) * hidden + unused
+    sides = {"num_heads": size(config, "encoder_attention_heads"), "hidden_act": "gelu"}
+    block = dict(counts) | block_sizes(hidden, size(config, "encoder_ffn_dim"), sides)
+    block["parameters"] -= hidden  # keys have no bias
+    blocks = [dict(block) for _ in range(size(config, "encoder_layers"))]
+    blocks[-1] |= {"final_norms": 1, "parameters": block["parameters"] + 2 * hidden}
+    return [
+        LayerRecord("sound_embedding", "sound_embedding", dict(counts) | first, module="sound"),
+        *(LayerRecord(f"sound_block.{i}", "sound_block", sizes, module="sound") for i, sizes in enumerate(blocks)),
+    ]
+
+
+def _projector(config: Config, counts: Mapping[str, int], hidden: int) -> dict[str, int]:
+    wide = size(config, "d_model")
+    return dict(counts) | {"shuffled": wide, "hidden": hidden, "parameters": (wide + 1) * hidden}
+
+
+def _audio_records(config: Config) -> tuple[LayerRecord, ...]:
+    """The layers of Qwen2-Audio, first to last; a vision unit is a window of sound."""
+    sound, text = section(config, "audio_config"), section(config, "text_config")
+    positions = size(sound, "max_source_positions")
+    counts = {"patches_per_tile": positions, "tokens_per_tile": positions}
+    projector = _projector(sound, counts, size(text, "hidden_size"))
+    return (
+        *_tower(sound, counts, unused=positions * size(sound, "d_model")),  # embeddings of positions are frozen
+        LayerRecord("projector", "sound_projector", projector, module="projector"),
+        *text_records(text, tied=bool(config.get("tie_word_embeddings"))),
+    )
+
+
+def _omni_records(config: Config) -> tuple[LayerRecord, ...]:
+    """The layers of Qwen2.5-Omni's thinker: the encoder of sound, then those of Qwen2.5-VL."""
+    config = config.get("thinker_config") or config
+    sound = section(config, "audio_config")
+    hidden = size(section(config, "text_config"), "hidden_size")
+    counts = {"patches_per_tile": 1, "tokens_per_tile": 1}
+    tower = _tower(sound, counts | {"attended": size(sound, "n_window")}, unused=2 * hidden)  # embeddings of brackets
+    projector = LayerRecord("sound_projector", "sound_projector", _projector(sound, counts, hidden), module="sound")
+    text: Mapping[str, Any] = {**config["text_config"], "tie_word_embeddings": False}
+    sees = {**config, "model_type": "qwen2_5_vl", "text_config": text}
+    return (*tower, projector, *qwen_vl.layer_records(sees))
+
+
+AUDIO = Family(
+    model_types=("qwen2_audio",),
+    image_rule=_no_images,
+    layer_records=_audio_records,
+    sound_rule=sound_rule,
+    sees=False,
+)
+OMNI = Family(
+    model_types=("qwen2_5_omni_thinker", "qwen2_5_omni"),
+    image_rule=qwen_vl.image_rule,
+    layer_records=_omni_records,
+    sound_rule=sound_rule,
+)

@@ -2,7 +2,8 @@
 
 Read are InternVL's and LLaVA's records (``conversations``, ``image``), ShareGPT-like ones (``messages``, ``images``),
 Qwen-VL's (images within messages or within their text), ms-swift's and LLaMA-Factory's (``query``, ``response``,
-``history``; ``instruction``, ``input``, ``output``) and plain questions with answers. Videos stand where images do.
+``history``; ``instruction``, ``input``, ``output``) and plain questions with answers. Videos and sounds stand where
+images do.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from omnibal.families.base import Size
 
 IMAGE_MARK: Final = "<image>"
 VIDEO_MARK: Final = "<video>"
+SOUND_MARK: Final = "<audio>"
 LONGEST_PATH: Final = 4096
 """Linux opens no longer one (PATH_MAX): what is longer is the picture itself."""
 AS_FILES: Final = "write pictures that stand in the data to files, and name those"
@@ -29,14 +31,14 @@ IMAGE_KEYS: Final = ("image", "images", "image_path", "img")
 BESIDE: Final = "__images__"
 """Key of the pictures that a tar shard holds beside a record; they stand for those that the record names."""
 VIDEO_KEYS: Final = ("video", "videos")
+SOUND_KEYS: Final = ("audio", "audios")
 FRAME_FILES: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 """Files that are frames of one video where a record lists them as its video."""
 OWN_SAMPLING: Final = (
     *("fps", "sample_fps", "nframes", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels"),
-    *("video_start", "video_end", "resized_height", "resized_width"),
+    *("video_start", "video_end", "resized_height", "resized_width", "audio_start", "audio_end"),
 )
-"""What qwen-vl-utils reads beside a video."""
-UNSUPPORTED_KEYS: Final = ("audio", "audios")
+"""What qwen-vl-utils and qwen-omni-utils read beside a video or a sound."""
 PREFERENCE_KEYS: Final = ("chosen", "rejected", "rejected_response", "rejected_messages", "kto_tag")
 NAMED_IMAGE: Final = pattern(r"<img>([^<>]+)</img>")
 """Qwen-VL's way to name an image within the text."""
@@ -45,6 +47,8 @@ Picture = Path | bytes
 """An image file, or the content of one."""
 Video = Picture | tuple[Picture, ...]
 """A video file, the content of one, or images that are its frames."""
+Named = dict[str, list[Any]]
+"""What a record or a turn names, by the mark that stands for each."""
 
 
 class Turn(NamedTuple):
@@ -62,7 +66,15 @@ class Conversation:
     images: tuple[Picture, ...]  # in the order of their marks
     # Width and height of each image where the record states them; a lenient reading then leaves out ``images``.
     sizes: tuple[Size, ...] | None = None
-    videos: tuple[Video, ...] = ()  # in the order of their marks, `VIDEO_MARK`, which are text where there is no video
+    # In the order of `VIDEO_MARK` and `SOUND_MARK`, which are text where there is no video or no sound.
+    videos: tuple[Video, ...] = ()
+    sounds: tuple[Picture, ...] = ()
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The marks that are no text."""
+        clips = {VIDEO_MARK: self.videos, SOUND_MARK: self.sounds}
+        return (IMAGE_MARK, *(mark for mark, held in clips.items() if held))
 
 
 def read_conversation(record: Mapping[str, Any], root: Path, *, strict: bool = True) -> Conversation:
@@ -75,36 +87,37 @@ def read_conversation(record: Mapping[str, Any], root: Path, *, strict: bool = T
     >>> read_conversation(record | {"images": ["a.jpg"]}, Path("data")).turns[0]
     Turn(role='user', text='<image>\nWhat?')
     """
-    for key in UNSUPPORTED_KEYS:
-        if record.get(key):
-            raise DataError(f"sample must hold images, videos and text only, got {key}")
     for key in PREFERENCE_KEYS:
         if record.get(key) is not None:
             raise DataError(f"sample must be for supervised training, got preferences ({key!r})")
-    named, videos = _named_images(record), _named_videos(record)
-    names_images = bool(named)
+    clips = {VIDEO_MARK: _named_videos(record), SOUND_MARK: _named_clips(record, SOUND_KEYS)}
+    named: Named = {**clips, IMAGE_MARK: _named_images(record)}
+    names_images = bool(named[IMAGE_MARK])
     turns = []
     for place, role, content in _said(record, strict=strict):
-        text, within, clips = _content(content, place, names_in_text=role == "user" and not names_images, strict=strict)
+        text, within = _content(content, place, names_in_text=role == "user" and not names_images, strict=strict)
         if strict and role == "assistant" and not text.strip():
             raise DataError(f"{place} must hold an answer, got an empty one")
         turns.append(Turn(role, text))
-        named += within
-        videos += clips
+        for mark, found in within.items():
+            named[mark] += found
     if not turns:
         raise DataError(
             f"sample must hold a conversation ({', '.join(TURN_KEYS[:2])}) or a question and its answer (query, "
             f"response), got the keys {', '.join(map(str, record))}"
         )
-    named = record.get(BESIDE, named)
+    named[IMAGE_MARK] = record.get(BESIDE, named[IMAGE_MARK])
     if strict:
         _check_order([turn.role for turn in turns])
-    if videos:
-        turns = _marked(turns, VIDEO_MARK, len(videos), strict=strict)
-    turns = _marked(turns, IMAGE_MARK, len(named), strict=strict)
-    sizes = None if BESIDE in record else _stated_sizes(record, len(named))
-    images = () if sizes and not strict else tuple(_picture(image, root) for image in named)
-    return Conversation(tuple(turns), images, sizes, tuple(_video(video, root) for video in videos))
+    for mark, files in named.items():
+        if files or mark == IMAGE_MARK:
+            turns = _marked(turns, mark, len(files), strict=strict)
+    given = named[IMAGE_MARK]
+    sizes = None if BESIDE in record else _stated_sizes(record, len(given))
+    images = () if sizes and not strict else tuple(_picture(image, root) for image in given)
+    videos = tuple(_video(video, root) for video in named[VIDEO_MARK])
+    sounds = tuple(_picture(sound, root, "audio") for sound in named[SOUND_MARK])
+    return Conversation(tuple(turns), images, sizes, videos, sounds)
 
 
 def _marked(turns: list[Turn], mark: str, count: int, *, strict: bool) -> list[Turn]:
@@ -123,12 +136,16 @@ def _marked(turns: list[Turn], mark: str, count: int, *, strict: bool) -> list[T
 
 def _named_videos(record: Mapping[str, Any]) -> list[Any]:
     """What a record names as its videos: files, lists of frames, or one list of frames."""
-    given = [record[key] for key in VIDEO_KEYS if record.get(key)]
-    if len(given) > 1:
-        raise DataError(f"sample must name its videos under one key, got {' and '.join(VIDEO_KEYS)}")
-    named = _listed(given[0]) if given else []
+    named = _named_clips(record, VIDEO_KEYS)
     is_frames = len(named) > 1 and all(str(name).lower().endswith(FRAME_FILES) for name in named)
     return [named] if is_frames else named
+
+
+def _named_clips(record: Mapping[str, Any], keys: Sequence[str]) -> list[Any]:
+    given = [record[key] for key in keys if record.get(key)]
+    if len(given) > 1:
+        raise DataError(f"sample must name its {keys[-1]} under one key, got {' and '.join(keys)}")
+    return _listed(given[0]) if given else []
 
 
 def _named_images(record: Mapping[str, Any]) -> list[Any]:
@@ -192,48 +209,50 @@ def _turn(turn: Any, place: str, *, strict: bool) -> tuple[str, str, Any]:
     return place, ROLES.get(role, "user" if role in OTHER_ASKERS else "assistant"), content
 
 
-def _content(content: Any, place: str, *, names_in_text: bool, strict: bool) -> tuple[str, list[Any], list[Any]]:
-    """Text with a mark for each image and video that the turn itself names, those images and those videos."""
+def _content(content: Any, place: str, *, names_in_text: bool, strict: bool) -> tuple[str, Named]:
+    """Text with a mark for each image, video and sound that the turn itself names, and these."""
+    found: Named = {IMAGE_MARK: [], VIDEO_MARK: [], SOUND_MARK: []}
     if isinstance(content, str):
-        images = NAMED_IMAGE.findall(content) if names_in_text else []
-        return NAMED_IMAGE.sub(IMAGE_MARK, content) if images else content, images, []
+        found[IMAGE_MARK] = NAMED_IMAGE.findall(content) if names_in_text else []
+        return NAMED_IMAGE.sub(IMAGE_MARK, content) if found[IMAGE_MARK] else content, found
     if not isinstance(content, list):
         if strict:
             raise DataError(f"{place} must be a text, got {content!r:.80}")
-        return "" if content is None else str(content), [], []
-    text, images, videos = "", list[Any](), list[Any]()
+        return "" if content is None else str(content), found
+    text = ""
     for part in content:
         if not isinstance(part, Mapping):
             if strict:
                 raise DataError(f"{place} must be a text or a list of parts, got the part {part!r:.80}")
             text += str(part)
             continue
-        if str(part.get("type")).startswith("video") or part.get("video"):
-            text += VIDEO_MARK
-            videos += _video_of(part, place)
+        kind = next((k for k in ("video", "audio") if str(part.get("type")).startswith(k) or part.get(k)), None)
+        if kind is not None:
+            text += f"<{kind}>"
+            found[f"<{kind}>"] += _clip_of(part, kind, place)
             continue
         image = next((part[key] for key in ("image", "image_url", "path", "url") if part.get(key)), None)
         if str(part.get("type")).startswith("image") or (image is not None and not part.get("text")):
             text += IMAGE_MARK
-            images += _listed(image.get("url") or image if isinstance(image, Mapping) else image)
+            found[IMAGE_MARK] += _listed(image.get("url") or image if isinstance(image, Mapping) else image)
         elif isinstance(part.get("text"), str):
             text += part["text"]
         elif strict:
-            raise DataError(f"{place} must have parts of text, images and videos, got {part!r:.80}")
-    return text, images, videos
+            raise DataError(f"{place} must have parts of text, images, videos and sounds, got {part!r:.80}")
+    return text, found
 
 
-def _video_of(part: Mapping[str, Any], place: str) -> list[Any]:
-    """The video that a part of a message names; none where the record does."""
+def _clip_of(part: Mapping[str, Any], kind: str, place: str) -> list[Any]:
+    """The video or sound that a part of a message names; none where the record does."""
     own = [key for key in OWN_SAMPLING if part.get(key) is not None]
     if own:
+        remedy = "cut the file" if kind == "audio" else "video_preprocessor_config.json says how all videos are sampled"
         raise DataError(
-            f"{place} must leave {own[0]} to the video processor of the model's folder, got {part[own[0]]!r}; "
-            "video_preprocessor_config.json says how all videos are sampled"
+            f"{place} must leave {own[0]} to the {kind} processor of the model's folder, got {part[own[0]]!r}; {remedy}"
         )
-    video = next((part[key] for key in ("video", "video_url", "path", "url") if part.get(key)), None)
-    video = video.get("url") if isinstance(video, Mapping) and "url" in video else video
-    return [] if video is None else [video]
+    clip = next((part[key] for key in (kind, f"{kind}_url", "path", "url") if part.get(key)), None)
+    clip = clip.get("url") if isinstance(clip, Mapping) and "url" in clip else clip
+    return [] if clip is None else [clip]
 
 
 def _check_order(roles: Sequence[str]) -> None:

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.mixture import Mixture
 from omnibal.errors import ConfigError, DataError, said
+from omnibal.families.base import WINDOWS
 from omnibal.formats.chat import read_conversation
 from omnibal.formats.files import Place, Problem, Row, files_of, is_table, is_tar, stream_rows
 from omnibal.formats.images import MOST_PIXELS
@@ -30,8 +31,8 @@ from omnibal.formats.model_format import ModelFormat, Prepared
 from omnibal.formats.shards import AnnotationFile, Ids, Shard, Shards, named_files, names_of, open_shards
 from omnibal.formats.text import Encoded, encode
 
-COLUMNS: Final = ("vision_units", "llm_tokens", "target_tokens", "vision_squared", "video_units")
-OPTIONAL: Final = ("vision_squared", "video_units")
+COLUMNS: Final = ("vision_units", "llm_tokens", "target_tokens", "vision_squared", "video_units", "sound_units")
+OPTIONAL: Final = ("vision_squared", "video_units", "sound_units")
 CHECKED_SAMPLES: Final = 64
 """Samples that are measured again before kept lengths are believed."""
 
@@ -137,7 +138,8 @@ class ConversationDataset:
         columns = dict(zip(COLUMNS, found.loads[rows[usable]].T, strict=True))
         columns = {name: column for name, column in columns.items() if name not in OPTIONAL or column.any()}
         source = self._all.source_of(samples[usable])
-        lengths = SampleLengths(**columns, source=source, source_names=names_of(self.shards))
+        unit = None if self._format.family.sees else WINDOWS
+        lengths = SampleLengths(**columns, source=source, source_names=names_of(self.shards), unit_name=unit)
         return Measured(lengths, found.problems, items[~found.usable])
 
     def _still_true(self, kept: Measured) -> bool:
@@ -376,17 +378,17 @@ def _place_among_all(usable: Ids, left_out: Ids) -> Ids:
 
 
 def _loads(sample: Prepared, encoded: Encoded) -> Loads:
-    """Loads in the order of the columns; in ``encoded`` every image, and every run of a video, is still one token."""
-    image_tokens = sum(load.llm_tokens - 1 for load in sample.loads)
-    video_tokens = sum(load.llm_tokens - len(load.runs) for load in sample.video_loads)
-    video_units = sum(load.vision_units for load in sample.video_loads)
-    squared = sum(load.vision_squared for load in sample.loads)
+    """Loads in the order of the columns; in ``encoded`` each image, sound, and run of a video is still one token."""
+    of_one_token = (*sample.loads, *sample.sounds.loads)
+    tokens = sum(load.llm_tokens - 1 for load in of_one_token)
+    tokens += sum(load.llm_tokens - len(load.runs) for load in sample.videos.loads)
     return (
-        sum(load.vision_units for load in sample.loads) + video_units,
-        len(encoded.ids) + image_tokens + video_tokens,
+        sum(load.vision_units for load in (*of_one_token, *sample.videos.loads)),
+        len(encoded.ids) + tokens,
         int(encoded.is_target[1:].sum()),
-        squared + sum(load.vision_squared for load in sample.video_loads),
-        video_units,
+        sum(load.vision_squared for load in (*sample.loads, *sample.videos.loads)),
+        sum(load.vision_units for load in sample.videos.loads),
+        sum(load.sound_units for load in sample.sounds.loads),
     )
 
 

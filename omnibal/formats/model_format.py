@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 from PIL import Image
@@ -19,9 +19,11 @@ from torch import Tensor
 
 from omnibal.errors import ConfigError, said
 from omnibal.families import family_of
-from omnibal.families.base import ImageLoad, ImageRule, Size, VideoHeader, VideoLoad
-from omnibal.formats.chat import IMAGE_MARK, VIDEO_MARK, Conversation, Picture, Video
+from omnibal.families.base import ImageLoad, ImageRule, Size
+from omnibal.formats.chat import Conversation, Picture
 from omnibal.formats.images import MOST_PIXELS, image_size, load_image, named
+from omnibal.formats.sound_format import SoundFormat
+from omnibal.formats.sounds import sound_header
 from omnibal.formats.text import ChatTemplate, Render, Rendered, encode, render_chatml, text_start
 from omnibal.formats.video_format import VideoFormat
 from omnibal.formats.videos import video_header
@@ -46,24 +48,33 @@ def load_part(auto_class: Any, folder: Path, **options: Any) -> Any:
         raise ConfigError(f"model's folder must hold what {kind} reads, got {folder}: {said(error)}") from error
 
 
+class Clips(NamedTuple):
+    """The videos or the sounds of a sample: files, what their headers say, and what each brings."""
+
+    files: tuple[Any, ...] = ()
+    headers: tuple[Any, ...] = ()
+    loads: tuple[Any, ...] = ()
+
+
+NO_CLIPS: Final = Clips()
+
+
 @dataclass(frozen=True)
 class Prepared:
-    """A sample whose text is not yet tokenised and whose images and videos are not decoded.
-
-    ``loads`` are each image's, ``headers`` and ``video_loads`` each video's.
-    """
+    """A sample whose text is not yet tokenised and whose files are not decoded; ``loads`` are each image's."""
 
     rendered: Rendered
     images: tuple[Picture, ...]
     loads: tuple[ImageLoad, ...]
     max_tiles: int | None
-    videos: tuple[Video, ...] = ()
-    headers: tuple[VideoHeader, ...] = ()
-    video_loads: tuple[VideoLoad, ...] = ()
+    videos: Clips = NO_CLIPS
+    sounds: Clips = NO_CLIPS
 
 
 class ModelFormat:
     """A model folder's tokenizer, its way to write conversations, the token of a piece of an image, and its image rule.
+
+    Of a model that hears alone ``image_token`` is the token of a piece of a sound.
 
     Tiles are counted without the thumbnail, and limited by what the folder says by default; an image file with more
     than ``max_image_pixels`` counts as broken.
@@ -81,19 +92,26 @@ class ModelFormat:
 
         self._folder, self._limits, self.max_image_pixels = Path(folder), (max_tiles, min_tiles), max_image_pixels
         config = load_part(AutoConfig, self._folder)
+        config = getattr(config, "thinker_config", config)  # of Qwen2.5-Omni's folder, whose thinker is trained
         self._config: dict[str, Any] = config.to_dict()
         self.family = family_of(self._config)
         self.tokenizer: Any = load_part(AutoTokenizer, self._folder)
-        self._processor: Any = load_part(AutoImageProcessor, self._folder, backend="pil")
+        self._processor: Any = None
+        if self.family.sees:
+            self._processor = load_part(AutoImageProcessor, self._folder, backend="pil")
         self._rules: dict[int | None, tuple[dict[str, Any], ImageRule]] = {}
         self._rule(None)
-        self.image_token_id: int = config.image_token_id
+        self._kind = "image" if self.family.sees else "audio"
+        self.image_token_id: int = getattr(config, f"{self._kind}_token_id")
         known = self.image_token_id >= 0  # tokenizers raise below 0, and have no token above
         token = self.tokenizer.convert_ids_to_tokens(self.image_token_id) if known else None
         if token is None:
-            raise ConfigError(f"image_token_id in {folder}/config.json must be a token, got {self.image_token_id}")
+            raise ConfigError(
+                f"{self._kind}_token_id in {folder}/config.json must be a token, got {self.image_token_id}"
+            )
         self.image_token: str = token  # a rendered conversation holds it once for each image
         self.video_token_id: int = getattr(config, "video_token_id", None) or -1
+        self.sound_token_id: int = getattr(config, "audio_token_id", None) or -1
         template = None if self.family.image_tokens else self._template()
         self.render: Render = self._chatml() if template is None else template.render
         # What ends each answer where the folder's chat template writes nothing; empty where it does.
@@ -130,40 +148,59 @@ class ModelFormat:
         return found
 
     @cached_property
+    def sounds(self) -> SoundFormat:
+        """How the model reads sounds; a ``ConfigError`` where it does not."""
+        from transformers import AutoFeatureExtractor
+
+        if self.family.sound_rule is None:
+            raise ConfigError(f"model_type must be one whose sounds are known, got {self._config['model_type']!r}")
+        extractor = load_part(AutoFeatureExtractor, self._folder)
+        rule = self.family.sound_rule(self._config, extractor.to_dict())
+        return SoundFormat(extractor, rule, self.tokenizer.convert_ids_to_tokens(self.sound_token_id))
+
+    @cached_property
     def videos(self) -> VideoFormat:
         """How the model reads videos; a ``ConfigError`` where it does not."""
         return VideoFormat(self._folder, self.family, self._config, self.tokenizer)
 
     def prepare(self, conversation: Conversation, max_tiles: int | None = None) -> Prepared:
-        """Read the headers of a conversation's images and videos, and render its text, or raise a ``ValueError``."""
+        """Read the headers of a conversation's files, and render its text, or raise a ``ValueError``."""
         self.refuse_image_tokens(conversation)
         sizes = [image_size(image, self.max_image_pixels) for image in conversation.images]
         prepared = Prepared(
             self.render(conversation), conversation.images, self.image_loads(sizes, max_tiles), max_tiles
         )
+        if conversation.sounds:
+            heard = tuple(map(sound_header, conversation.sounds))
+            sounds = Clips(conversation.sounds, heard, tuple(map(self.sounds.rule, heard)))
+            prepared = replace(prepared, sounds=sounds)
         if not conversation.videos:
             return prepared
         headers = tuple(video_header(video, self.max_image_pixels) for video in conversation.videos)
         loads = tuple(map(self.videos.rule, headers))
         texts = [self.videos.text(load) for load in loads]
         rendered = prepared.rendered.replaced(self.videos.token, texts)
-        return replace(prepared, rendered=rendered, videos=conversation.videos, headers=headers, video_loads=loads)
+        return replace(prepared, rendered=rendered, videos=Clips(conversation.videos, headers, loads))
 
     def sample(self, prepared: Prepared, *, with_pixels: bool) -> dict[str, Any]:
         """A sample for training.
 
         Returns:
-            ``input_ids`` and ``labels`` (tokens,) int64, each image and video as many tokens as it brings, and what
-            `pixels` and `VideoFormat.pixels` return; ``pixel_values`` is None where there are none or they are not
-            wanted.
+            ``input_ids`` and ``labels`` (tokens,) int64, each file as many tokens as it brings, and what `pixels`,
+            `VideoFormat.pixels` and `SoundFormat.features` return; ``pixel_values`` is None where there are none or
+            they are not wanted.
         """
         (encoded,) = encode(self.tokenizer, [prepared.rendered])
-        expanded = encoded.expanded(self.image_token_id, [load.llm_tokens for load in prepared.loads])
-        runs = [run for load in prepared.video_loads for run in load.runs]
-        expanded = expanded.expanded(self.video_token_id, runs) if runs else expanded
-        text = {"input_ids": torch.from_numpy(expanded.ids), "labels": torch.from_numpy(expanded.labels)}
-        if prepared.videos and with_pixels:
-            text |= self.videos.pixels(prepared.videos, prepared.headers, prepared.video_loads)
+        runs = {self.image_token_id: [load.llm_tokens for load in prepared.loads]} if self.family.sees else {}
+        runs |= {self.video_token_id: [run for load in prepared.videos.loads for run in load.runs]}
+        runs |= {self.sound_token_id: [load.llm_tokens for load in prepared.sounds.loads]}
+        for token, lengths in runs.items():
+            encoded = encoded.expanded(token, lengths) if lengths else encoded
+        text = {"input_ids": torch.from_numpy(encoded.ids), "labels": torch.from_numpy(encoded.labels)}
+        if prepared.videos.files and with_pixels:
+            text |= self.videos.pixels(*prepared.videos)
+        if prepared.sounds.files and with_pixels:
+            text |= self.sounds.features(prepared.sounds.files, prepared.sounds.headers)
         if not prepared.images or not with_pixels:
             return {**text, "pixel_values": None}
         images = [load_image(image, self.max_image_pixels) for image in prepared.images]
@@ -173,20 +210,25 @@ class ModelFormat:
         return {**text, **self.pixels(images, prepared.max_tiles)}
 
     def refuse_image_tokens(self, conversation: Conversation) -> None:
-        """Raise a ``ValueError`` where a text holds the token that stands for images or videos."""
+        """Raise a ``ValueError`` where a text holds the token that stands for images, videos or sounds."""
         tokens = [self.image_token, *([self.videos.token] if conversation.videos else [])]
+        tokens += [self.sounds.token] if conversation.sounds else []
         for turn in conversation.turns:
-            text = turn.text.replace(IMAGE_MARK, "").replace(VIDEO_MARK, "") if turn.role == "user" else turn.text
+            text = turn.text
+            for mark in conversation.marks if turn.role == "user" else ():
+                text = text.replace(mark, "")
             for token in tokens:
                 if token in text:
-                    raise ValueError(f"conversations must not hold {token}, which stands for parts of images or videos")
+                    what = "parts of images, videos or sounds"
+                    raise ValueError(f"conversations must not hold {token}, which stands for {what}")
 
     def _rule(self, max_tiles: int | None) -> tuple[dict[str, Any], ImageRule]:
         """Options of the image processor for a limit of tiles, and the image rule that follows from them."""
         if max_tiles not in self._rules:
             most, fewest = self._limits
+            processor = self._processor.to_dict() if self.family.sees else {}
             self._rules[max_tiles] = self.family.images(
-                self._config, self._processor.to_dict(), max_tiles=max_tiles or most, min_tiles=fewest
+                self._config, processor, max_tiles=max_tiles or most, min_tiles=fewest
             )
         return self._rules[max_tiles]
 
@@ -202,12 +244,12 @@ class ModelFormat:
         """The processor's chat template, which knows of images; the tokenizer's where the folder has no other."""
         legacy = self._folder / "chat_template.json"
         if not legacy.is_file():
-            return ChatTemplate.of(self.tokenizer, self.tokenizer.chat_template, self.image_token)
+            return ChatTemplate.of(self.tokenizer, self.tokenizer.chat_template, self.image_token, self._kind)
         content = read_json(legacy, "chat_template.json")
         template = content.get("chat_template") if isinstance(content, dict) else None
         if not (isinstance(template, str) and template):
             raise ConfigError(f"chat_template.json must hold a text as chat_template, got {content!r:.80} in {legacy}")
-        return ChatTemplate.of(self.tokenizer, template, self.image_token)
+        return ChatTemplate.of(self.tokenizer, template, self.image_token, self._kind)
 
 
 def _named_token(tokenizer: Any, attribute: str, usual: str) -> str:

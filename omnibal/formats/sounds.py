@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from omnibal.errors import require, said
-from omnibal.families.sounds import SoundHeader
+from omnibal.families.base import SoundHeader
 from omnibal.formats.images import named
 
 

@@ -12,12 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from omnibal.errors import ConfigError, said
-from omnibal.formats.chat import IMAGE_MARK, VIDEO_MARK, Conversation
+from omnibal.formats.chat import IMAGE_MARK, Conversation
 from omnibal.formats.collate import IGNORED
 
 PROBE = "probe"
-IMAGES: Final = re.compile(f"({IMAGE_MARK})")
-MARKS: Final = re.compile(f"({IMAGE_MARK}|{VIDEO_MARK})")
 MOST_LINES: Final = 200_000
 """Lines of its code that a template may run for a few short turns: it takes some hundreds."""
 
@@ -94,23 +92,23 @@ class ChatTemplate:
     end: str = ""
 
     @classmethod
-    def of(cls, tokenizer: Any, template: str | None, image_token: str) -> "ChatTemplate":
-        """Find out how a template writes images and ends answers, by two short conversations."""
+    def of(cls, tokenizer: Any, template: str | None, token: str, kind: str = "image") -> "ChatTemplate":
+        """Find out how a template writes images (or ``"audio"``) and ends answers, by two short conversations."""
         if not template:
             raise ConfigError("tokenizer or processor must have a chat template, got none")
         written = cls(tokenizer, template)
-        asked = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": PROBE}]}
+        asked = {"role": "user", "content": [{"type": kind}, {"type": "text", "text": PROBE}]}
         try:
             with _bounded_lines():
                 probe = written._text([asked])
                 answered = written._text([written._message("user", "question"), written._message("assistant", PROBE)])
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        if probe.count(image_token) != 1:
-            raise ConfigError(f"chat template must write {image_token} for an image, got {probe!r}")
+        if probe.count(token) != 1:
+            raise ConfigError(f"chat template must write {token} for an {kind}, got {probe!r}")
         if PROBE not in answered:
             raise ConfigError(f"chat template must write what an assistant answers, got {answered!r:.200}")
-        between = probe.partition(image_token)[2].partition(PROBE)[0]
+        between = probe.partition(token)[2].partition(PROBE)[0]
         start = text_start(tokenizer)
         end = "" if answered.rpartition(PROBE)[2].strip() else tokenizer.eos_token
         if end is None:
@@ -125,8 +123,7 @@ class ChatTemplate:
         """
         # An answer is what the template adds to the prompt before it: each prompt must begin with all that was
         # written until then, and each answered prompt with the prompt.
-        marks = MARKS if conversation.videos else IMAGES
-        messages = [self._message(turn.role, turn.text, marks) for turn in conversation.turns]
+        messages = [self._message(turn.role, turn.text, conversation.marks) for turn in conversation.turns]
         targets, text, written = [], self.start, ""
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -151,8 +148,8 @@ class ChatTemplate:
         except Exception as error:  # templates are programs, and may refuse a conversation by any error
             raise ValueError(f"chat template must take the conversation, got {said(error)}") from error
 
-    def _message(self, role: str, text: str, marks: re.Pattern[str] = IMAGES) -> Message:
-        before, *rest = marks.split(text) if role == "user" else [text]
+    def _message(self, role: str, text: str, marks: Sequence[str] = (IMAGE_MARK,)) -> Message:
+        before, *rest = re.split(f"({'|'.join(marks)})", text) if role == "user" else [text]
         content = [{"type": "text", "text": before}] if before else []
         for mark, part in zip(rest[::2], rest[1::2], strict=True):
             behind = part.removeprefix("\n") if self.breaks_line else part

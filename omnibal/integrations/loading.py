@@ -18,13 +18,12 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.errors import DataError
+from omnibal.families.base import WINDOWS
 from omnibal.feeds.sampler import BalancedBatchSampler
 
 Loads = tuple[int, ...]
 """Vision units, LLM tokens and target tokens of a sample; of one with videos also the vision units that they bring; of
 one with sounds beside images that and sound units."""
-WINDOWS = "windows"
-"""What the first encoder counts where a model hears and does not see."""
 
 
 def loads_of(images: int, videos: int, llm_tokens: int, target_tokens: int, sound_units: int = 0) -> Loads:

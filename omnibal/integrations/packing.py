@@ -17,10 +17,11 @@ from torch.nn.functional import pad
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError, DataError
+from omnibal.families.base import WINDOWS
 from omnibal.formats.collate import IGNORED, MropeRule, Positions, mrope_positions
 from omnibal.integrations.apart import KINDS, TYPES, StatefulLayers, mask_images
 from omnibal.integrations.leaks import compare
-from omnibal.integrations.loading import WINDOWS, Loads, PackItems, PlannedLoads, loads_of
+from omnibal.integrations.loading import Loads, PackItems, PlannedLoads, loads_of
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 

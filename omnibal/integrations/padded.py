@@ -17,8 +17,9 @@ from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.errors import ConfigError
+from omnibal.families.base import WINDOWS
 from omnibal.formats.collate import IGNORED
-from omnibal.integrations.loading import WINDOWS, Loads, PackItems, PackSampler, PlannedLoads, loads_of
+from omnibal.integrations.loading import Loads, PackItems, PackSampler, PlannedLoads, loads_of
 from omnibal.integrations.packing import (
     Collator,
     PackCollator,

@@ -40,6 +40,7 @@ COMPARED_STEPS: Final = 64  # of each way to batch
 LEAST_GAIN: Final = 1.02  # below it a gain is none: counted costs are no better
 SHOWN_WHOLE: Final = 100  # samples of a step from which on no tenths are shown
 VISION, PROJECTOR = ("vision_tower", "visual", "vision_model"), ("multi_modal_projector", "connector", "merger")
+SOUND: Final = "audio_tower"
 
 Costs = Mapping[str, CostModel]
 
@@ -253,6 +254,8 @@ def counted_profile(model: Any, device_name: str | None) -> ModelProfile | None:
 def _module_of(name: str) -> str:
     if any(part in name for part in PROJECTOR):
         return "projector"
+    if SOUND in name:
+        return "sound"
     return "vision" if any(part in name for part in VISION) else "language"
 
 

@@ -71,9 +71,13 @@ def analytic_profile(
         _Unit(device, ELEMENT_BYTES[dtype], degree_of(degrees, record.module), sequence_parallel) for record in records
     ]
     works = [_WORK[record.kind](_split_sizes(record, unit.degree)) for record, unit in zip(records, units, strict=True)]
+    # Nothing comes before what an encoder reads: pixels, or frames of sound.
+    before = [
+        None if record.kind in _ENTRIES else work for record, work in zip(records, [None, *works[:-1]], strict=True)
+    ]
     layers = [
         _layer_cost(record, work, previous, unit, trained=record.trainable_parameters(frozen))
-        for record, work, previous, unit in zip(records, works, [None, *works[:-1]], units, strict=True)
+        for record, work, previous, unit in zip(records, works, before, units, strict=True)
     ]
     return ModelProfile(tuple(layers), device=device.name, dtype=dtype, tensor_parallel=degrees, frozen=parts)
 
@@ -116,8 +120,9 @@ def _with_sums(layer: LayerCost, counted: LayerCost, faster: LayerCost) -> Layer
     )
 
 
+_ENTRIES = ("patch_embedding", "sound_embedding")
 # Layers that every tensor rank has and computes as a whole.
-_NOT_SPLIT = ("patch_embedding", "final_norm")
+_NOT_SPLIT = (*_ENTRIES, "final_norm")
 
 
 def _split_sizes(record: LayerRecord, degree: int) -> Mapping[str, int]:
@@ -430,7 +435,35 @@ def _head(sizes: Mapping[str, int]) -> _Work:
     )
 
 
+def _sound_projector(sizes: Mapping[str, int]) -> _Work:
+    """One product, behind pooling of two positions to a token."""
+    tokens, wide, hidden = sizes["tokens_per_tile"] / 2, sizes["shuffled"], sizes["hidden"]
+    return _Work(
+        products=CostModel(vision_units=2 * tokens * wide * hidden),
+        whole_saved=CostModel(vision_units=tokens * wide),
+        whole_pending=CostModel(vision_units=tokens * (wide + hidden)),
+        output=CostModel(vision_units=tokens * hidden),
+        rows=CostModel(vision_units=tokens),
+    )
+
+
+def _heard(count: Callable[[Mapping[str, int]], _Work]) -> Callable[[Mapping[str, int]], _Work]:
+    """Work of an encoder of sound: by windows in place of tiles, or beside a ViT by positions, in units of sound."""
+
+    def work(sizes: Mapping[str, int]) -> _Work:
+        found = count(sizes)
+        if sizes["patches_per_tile"] > 1:
+            return found
+        costs = {part.name: getattr(found, part.name) for part in fields(_Work) if part.name != "at_once"}
+        return _Work(**{name: CostModel(sound_units=cost.vision_units) for name, cost in costs.items()})
+
+    return work
+
+
 _WORK: Mapping[str, Callable[[Mapping[str, int]], _Work]] = {
+    "sound_embedding": _heard(_patch_embedding),
+    "sound_block": _heard(_vision_block),
+    "sound_projector": _heard(_sound_projector),
     "patch_embedding": _patch_embedding,
     "vision_block": _vision_block,
     "window_block": _vision_block,

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from omnibal.advise.changes import Advice, TriedChange, count_of
+from omnibal.advise.clips import clip_limits
 from omnibal.advise.estimate import MODEL_ERROR, UNSEEN, Estimate
 from omnibal.advise.memory import COPIED, FLOAT16, USUAL
 from omnibal.advise.paste import Kind, Proposal, lines_to_paste, pipeline_lines, propose
 from omnibal.advise.question import Question
-from omnibal.advise.videos import video_limits
 from omnibal.feeds.buffer_plan import buffer_of, compare_with_plan
 from omnibal.report.style import (
     BLUE,
@@ -37,7 +37,7 @@ from omnibal.report.style import (
 if TYPE_CHECKING:
     from omnibal.report.layouts import LayoutReport  # its loops are compiled, which no other advice needs
 
-CAUSE_COLOURS: Final = (GREEN, GREY, VERMILION, ORANGE, PINK, BLUE)
+CAUSE_COLOURS: Final = (GREEN, GREY, VERMILION, ORANGE, PINK, BLUE, "#56B4E9")
 BUFFERED: Final = "a buffer on each rank; the drop-in plans it"  # what balance takes to adopt where data is a stream
 
 
@@ -199,12 +199,12 @@ class Report:
         larger = proposal.oversized
         share = f"{larger:.1%}" if larger >= 0.001 else "less than 0.1%"
         fit = f"{share} of the samples are larger and have packs of their own" if larger else "every sample fits"
-        videos = video_limits(self.question.model, self.question.measured, limits)
+        clips = "".join(f"; {text}" for text in clip_limits(self.question.model, self.question.measured, limits))
         return (
             f"limits: {limits.vision_units:,} {units} and {limits.llm_tokens:,} LLM tokens a pack, "
             f"{count_of(packs, 'pack')} of a rank: {per_pack:.1f} samples a pack make "
             f"{proposal.samples_per_step:,.0f} a step ({advice.today.samples_per_step:,.0f} today); {fit}"
-            f"{videos and f'; {videos}'}"
+            f"{clips}"
         )
 
     def _said(self, change: TriedChange) -> str:
@@ -260,7 +260,8 @@ def draw(report: Report, path: Path) -> None:
     with drawing(path, 9.6, 3.0) as figure:
         left_axes, right_axes = figure.subplots(1, 2, width_ratios=(3, 2))
         # Left: a bar for each row, with a part for each cause.
-        stacked_bars(left_axes, rows, {cause: shares[: len(rows)] for cause, *shares in advice.causes}, CAUSE_COLOURS)
+        parts = {cause: shares[: len(rows)] for cause, *shares in advice.causes}
+        stacked_bars(left_axes, rows, parts, CAUSE_COLOURS[: len(parts)])
         left_axes.set_xlabel("time of the devices for a sample, today's is 1")
         left_axes.set_title("Where the time goes", loc="left")
         # Right: a bar for each change with its error.

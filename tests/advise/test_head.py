@@ -11,7 +11,7 @@ from PIL import Image
 from omnibal.advise import measuring
 from omnibal.advise.measuring import STANDARD_INPUT, head_rows, measure_rows
 from omnibal.errors import DataError
-from tests.advise.test_measuring import ASKED, FORMS, RULE, SAID, SHAREGPT, VIDEO_RULE
+from tests.advise.test_measuring import ASKED, FORMS, NO_VIDEOS, RULE, SAID, SHAREGPT
 
 
 def picture(width, height):
@@ -30,7 +30,7 @@ def shard(path, members):
 
 
 def measured(*paths, count=1000):
-    return measure_rows(islice(head_rows(paths), count), RULE, str.__len__, "the shards", VIDEO_RULE)
+    return measure_rows(islice(head_rows(paths), count), RULE, str.__len__, "the shards", NO_VIDEOS)
 
 
 def test_members_of_one_name_are_a_sample_and_shards_take_turns(tmp_path):

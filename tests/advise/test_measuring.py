@@ -12,7 +12,7 @@ from omnibal.errors import DataError
 
 NAMED = NamedModel(Model.known("Qwen2.5-VL-7B"))
 RULE = NAMED.model.image_rule()
-VIDEO_RULE = Model.known("InternVL3-8B").video_rule
+NO_VIDEOS = Model.known("InternVL3-8B")
 ASKED, SAID = "What is shown in this picture?", "A cat that sleeps on a red sofa, and a book beside it."
 TEXT = estimated_tokens(ASKED) + estimated_tokens(SAID) + 2 * TURN_TOKENS
 TARGETS = estimated_tokens(SAID) + END_TOKENS

@@ -84,7 +84,11 @@ def test_advice_takes_what_training_refuses():
         ({"prompt": [], "chosen": [{"role": "user"}]}, r"supervised training, got preferences \('chosen'\)"),
         ({"messages": [], "rejected_response": "b"}, r"supervised training, got preferences \('rejected_response'\)"),
         ({"conversations": [], "kto_tag": False}, r"supervised training, got preferences \('kto_tag'\)"),
-        ({"audios": ["a.wav"]}, "got audios"),
+        ({"audios": ["a.wav"], "audio": "a.wav"}, "must name its audios under one key"),
+        (
+            {"query": "<audio>?", "response": "a", "audios": ["a.wav", "b.wav"]},
+            "one <audio> per audio, got 1 for 2 audio",
+        ),
         ({"caption": "a"}, "must hold a conversation .* got the keys caption"),
         ({"query": "What?", "response": "a", "answer": "b"}, "must alternate"),
         ({"query": "What?", "answer": ["a", "b"]}, "answer must be a text or a list of parts, got the part 'a'"),
@@ -129,7 +133,10 @@ def test_other_records_are_refused(other, reason):
             record(("human", "<image>"), ("gpt", "Hi"), image=["/9j/4AAQ" * 600]),
             "image must be a path, got 4800 characters of data, /9j/4AAQ",
         ),
-        (record(("human", "Hi"), ("gpt", "Hi"), audio="a.wav"), "got audio"),
+        (
+            record(("human", "Hi"), ("gpt", "Hi"), audio="https://x.org/a.wav"),
+            "audio must be a path, got 19 characters of an",
+        ),
         (
             record(("human", "Hi"), ("gpt", "Hi"), image="a", images=["b"]),
             "sample must name its images under one key, got different ones under image and images",

@@ -1,12 +1,20 @@
 """Small models that hear, and samples with sounds, images, both and neither."""
 
+import json
+
 import torch
+from tokenizers import Tokenizer
 from transformers import (
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
     Qwen2_5OmniThinkerConfig,
     Qwen2_5OmniThinkerForConditionalGeneration,
     Qwen2AudioConfig,
     Qwen2AudioForConditionalGeneration,
+    Qwen2AudioProcessor,
+    WhisperFeatureExtractor,
 )
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.families.models import MROPE, NATIVE_MLP, PATCH, TEXT
 
@@ -99,3 +107,42 @@ def sound_items_of_kinds(kinds):
         )
         for number, kind in enumerate(kinds)
     ]
+
+
+OMNI_TEMPLATE = (
+    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
+    "You are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}<|im_end|>\n{% else %}"
+    "{% for content in message['content'] %}{% if content['type'] == 'image' %}<|vision_bos|><|IMAGE|><|vision_eos|>"
+    "{% elif content['type'] == 'audio' %}<|audio_bos|><|AUDIO|><|audio_eos|>"
+    "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As published, without the numbers of pictures that it may write."""
+
+
+def save_sound_folder(model_type, folder, demo, *, seconds=2):
+    """Saves a small model that hears as people have it; returns its tokenizer and its feature extractor."""
+    backend = Tokenizer.from_str(AutoTokenizer.from_pretrained(demo).backend_tokenizer.to_str())
+    backend.add_special_tokens([f"<|{name}|>" for name in (*BRACKETS, "AUDIO", "IMAGE")])
+    template = OMNI_TEMPLATE
+    if model_type == "qwen2_audio":
+        template = Qwen2AudioProcessor.default_chat_template.fget(None)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=template, pad_token="<|endoftext|>", eos_token="<|im_end|>"
+    )
+    config = sound_config(model_type)
+    config.audio_token_index = backend.token_to_id("<|AUDIO|>")
+    config.image_token_index = backend.token_to_id("<|IMAGE|>")
+    config.text_config.vocab_size = len(tokenizer)
+    extractor = WhisperFeatureExtractor(feature_size=MELS, chunk_length=seconds)
+    for part in (config, tokenizer, extractor):
+        part.save_pretrained(folder)
+    if model_type == "qwen2_5_omni_thinker":  # published folders keep both in one file
+        images = Qwen2VLImageProcessorPil(patch_size=PATCH, min_pixels=8**2, max_pixels=32**2)
+        settings = {**images.to_dict(), **extractor.to_dict()}
+        (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    return tokenizer, extractor
+
+
+BRACKETS = ("audio_bos", "audio_eos", "vision_bos", "vision_eos")

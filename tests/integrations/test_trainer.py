@@ -7,7 +7,7 @@ import signal
 import threading
 from copy import deepcopy
 from functools import partial
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -79,6 +79,10 @@ CASES = [
 ]
 """Every way to share the work meets packs without an image beside packs with one, and packs without a sample."""
 PAIRED = [("qwen3_vl", "ddp"), ("qwen3_vl", "zero2"), ("qwen2_5_vl", "zero3"), ("qwen2_5_vl", "fsdp")]
+NOTHING = "nothing"
+HEARING = {"qwen2_audio": ("", "sound"), "qwen2_5_omni_thinker": ("", "image", "sound", "image+sound")}
+UNLIKE = [("image", "sound"), ("", "image+sound"), ("sound", NOTHING)]
+"""Pairs whose ranks would wait for each other under ZeRO 3."""
 RESUMED = [
     Case("internvl"),
     Case("qwen2_5_vl", kinds=("video", "image", "", "image+video", "video+video", "") * 2),
@@ -155,24 +159,30 @@ def check_muon(folder):
     assert_close(weights_of(trainer.model), now, atol=1e-3 * moved)
 
 
-def check_pairs(family, layout, folder):
-    """Steps whose two ranks hold each pair of kinds, after which weights are those of plain transformers."""
-    pairs = [*combinations_with_replacement(("", "image", "video", "image+video"), 2)]
+def check_pairs(family, layout, folder, pairs=None):
+    """Steps whose two ranks hold pairs of kinds, by default all, after which weights are those of transformers."""
+    kinds = HEARING.get(family, ("", "image", "video", "image+video"))
+    if pairs is None:
+        pairs = [*combinations_with_replacement(kinds, 2), *((kind, NOTHING) for kind in kinds if family in HEARING)]
     case = Case(family, layout, kinds=tuple(kind for pair in pairs for kind in pair), options=EVERY)
     trainer = trainer_of(case, folder, max_steps=len(pairs))
     items = trainer.train_dataset.items
     sampler = balance(trainer, PackLimits(400, 200), samples_per_step=2)
 
     def packs_of_step(step):
-        pair = (sampler.epoch * sampler.num_steps + step) % len(pairs)
-        return Packs(np.array([2 * pair, 2 * pair + 1]), np.array([0, 1, 2]))
+        return Packs(*held[(sampler.epoch * sampler.num_steps + step) % len(pairs)])
 
+    # A rank with nothing has an empty pack.
+    held = [
+        (np.array([2 * pair, 2 * pair + 1][: 2 - kinds.count(NOTHING)]), np.array([0, 1, 2 - kinds.count(NOTHING)]))
+        for pair, kinds in enumerate(pairs)
+    ]
     sampler.packs_of_step = packs_of_step
     trainer.train()
     plain = case.plain()
     optimizer = torch.optim.SGD(plain.parameters(), lr=LEARNING_RATE)
     for number in range(len(pairs)):
-        plain_backward(plain, items[2 * number : 2 * number + 2])
+        plain_backward(plain, [items[sample] for sample in held[number][0]])
         optimizer.step()
         optimizer.zero_grad()
     assert_close(weights_of(trainer.model), weights_of(plain), atol=1e-5)
@@ -297,6 +307,8 @@ def train_cases(folder):
             check_exact(case, folder / f"case{number}")
         for family, layout in PAIRED:
             check_pairs(family, layout, folder / f"{family}-{layout}")
+        check_pairs("qwen2_audio", "ddp", folder / "audio")
+        check_pairs("qwen2_5_omni_thinker", "zero3", folder / "omni", UNLIKE)
         for number, case in enumerate(RESUMED):
             check_epochs_and_resume(case, folder / f"resumed{number}")
         check_muon(folder / "muon")
@@ -308,6 +320,19 @@ def train_cases(folder):
 @pytest.mark.distributed
 def test_two_processes_train_what_plain_transformers_would(tmp_path):
     assert launch(2, "tests.integrations.test_trainer:train_cases", tmp_path) == [True, True]
+
+
+def train_hearing(folder):
+    with accelerate_afresh():
+        for family, layout in product(HEARING, ("ddp", "zero2", "zero3", "fsdp")):
+            check_pairs(family, layout, folder / f"{family}-{layout}")
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_processes_of_which_one_hears_train_what_plain_transformers_would(tmp_path):
+    assert launch(2, "tests.integrations.test_trainer:train_hearing", tmp_path) == [True, True]
 
 
 def train_on_a_mesh(folder):

@@ -35,7 +35,9 @@ def rows(lengths: SampleLengths, ranks: int, micro_batches: int) -> dict[str, Ba
     per_step = ranks * micro_batches * BATCH
     drawn = lengths.take(np.random.default_rng(0).permutation(len(lengths))[: per_step * STEPS])
     tokens = drawn.llm_tokens.astype(np.float64)
-    samples = Samples(np.stack([drawn.vision_units, tokens, tokens**2, 0 * tokens], axis=1).astype(np.float64))
+    samples = Samples(
+        np.stack([drawn.vision_units, tokens, tokens**2, 0 * tokens, 0 * tokens], axis=1).astype(np.float64)
+    )
     shape = {"num_ranks": ranks, "micro_batches": micro_batches}
     epoch = arrange_epoch(drawn, LIMITS, num_replicas=ranks, micro_batches=micro_batches)
     planned = epoch.packs.load(drawn)[epoch.steps[:-1]]

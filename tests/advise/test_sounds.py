@@ -1,0 +1,58 @@
+"""Advice on models that hear: waits for others' sounds, and limits of seconds."""
+
+import json
+from html import escape
+
+import numpy as np
+import pytest
+import soundfile
+
+from omnibal.advise.clips import SECONDS, clip_limits
+from omnibal.advise.estimate import SOUND
+from omnibal.advise.present import Present
+from omnibal.advise.question import Question
+from omnibal.cluster import Cluster
+from omnibal.data.limits import PackLimits
+from omnibal.errors import ConfigError
+from omnibal.report.advise import Report, write_advice_page
+
+
+@pytest.fixture(scope="module", params=["Qwen2-Audio-7B", "Qwen2.5-Omni-7B"])
+def question(request, tmp_path_factory):
+    """Six texts, sounds of 1, 2, 10 and 29 seconds."""
+    folder = tmp_path_factory.mktemp("sounds")
+    records = [{"query": "What is this?", "response": "A ball."}] * 6
+    for seconds in (1, 2, 10, 29):
+        soundfile.write(folder / f"{seconds}.flac", np.zeros(8_000 * seconds), 8_000)
+        records.append({"query": "<audio>What is said?", "response": "A word.", "audio": f"{seconds}.flac"})
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
+    present = Present(sharding="zero3", batch=2)
+    return Question.read(folder / "data.jsonl", Cluster.parse("8xA100-80GB"), present, model=request.param)
+
+
+def test_limits_of_seconds_are_the_largest_that_fit(question):
+    lengths = question.measured.lengths
+    assert sorted(question.measured.sounds) == [6, 7, 8, 9]
+    assert lengths.llm_tokens[9] - lengths.llm_tokens[8] == 25 * 19
+    (told,) = clip_limits(question.model, question.measured, PackLimits(100, int(lengths.llm_tokens[9]) - 25 * 10))
+    longest = max(seconds for seconds in SECONDS if seconds <= 29 - 10)
+    assert told == (
+        f"sounds: 10.0% of the samples exceed these limits: sounds of {longest} seconds would make them fit and cut "
+        "10.0% of the samples"
+    )
+    assert clip_limits(question.model, question.measured, PackLimits(100, 2000)) == []
+
+
+def test_waits_for_sounds_are_told_and_layouts_refused(question, tmp_path):
+    advice, name = question.answer(), question.model.name
+    shares = advice.today.shares
+    assert sum(shares.values()) == pytest.approx(1)
+    assert shares[SOUND] > 0.01
+    hears_alone = "Audio" in name
+    assert ("waiting for others' ViT" in shares) != hears_alone
+    assert question.model.units == ("windows" if hears_alone else "patches")
+    write_advice_page(Report(question, advice), tmp_path / "page.html")
+    assert f"<td>{escape(SOUND)}</td>" in (tmp_path / "page.html").read_text()
+    for ask in (question.layouts, lambda: question.answer(with_pipeline=True)):
+        with pytest.raises(ConfigError, match=f"must be one without sounds to plan layouts of, got {name}"):
+            ask()
