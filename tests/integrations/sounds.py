@@ -121,7 +121,7 @@ OMNI_TEMPLATE = (
 """As published, without the numbers of pictures that it may write."""
 
 
-def save_sound_folder(model_type, folder, demo, *, seconds=2):
+def save_sound_folder(model_type, folder, demo, *, seconds=2, weights=False):
     """Saves a small model that hears as people have it; returns its tokenizer and its feature extractor."""
     backend = Tokenizer.from_str(AutoTokenizer.from_pretrained(demo).backend_tokenizer.to_str())
     backend.add_special_tokens([f"<|{name}|>" for name in (*BRACKETS, "AUDIO", "IMAGE")])
@@ -136,7 +136,8 @@ def save_sound_folder(model_type, folder, demo, *, seconds=2):
     config.image_token_index = backend.token_to_id("<|IMAGE|>")
     config.text_config.vocab_size = len(tokenizer)
     extractor = WhisperFeatureExtractor(feature_size=MELS, chunk_length=seconds)
-    for part in (config, tokenizer, extractor):
+    config.audio_config.max_source_positions = 50 * seconds
+    for part in (SOUND_MODELS[model_type](config) if weights else config, tokenizer, extractor):
         part.save_pretrained(folder)
     if model_type == "qwen2_5_omni_thinker":  # published folders keep both in one file
         images = Qwen2VLImageProcessorPil(patch_size=PATCH, min_pixels=8**2, max_pixels=32**2)

@@ -1,11 +1,21 @@
 """Packs of models that hear: Qwen2-Audio, and Qwen2.5-Omni's thinker, which sees as well."""
 
+import json
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
+import soundfile
 import torch
+from transformers import Qwen2AudioForConditionalGeneration
+from typer.testing import CliRunner
 
+from omnibal.cli.main import app
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
+from omnibal.demo import write_model_folder
+from omnibal.demo.questions import vocabulary
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.lengths import measured
 from omnibal.integrations.loading import PackItems, PackSampler
@@ -13,10 +23,12 @@ from omnibal.integrations.losses import loss_per_target
 from omnibal.integrations.packing import PackCollator, arguments_of, positions_of
 from omnibal.integrations.padded import PaddedCollator, PaddedSampler
 from tests.integrations.items import Collate, collated_backward, config_of, items_of
-from tests.integrations.sounds import SOUND_MODELS, sound_item, sound_items_of_kinds
+from tests.integrations.sounds import SOUND_MODELS, save_sound_folder, sound_item, sound_items_of_kinds
 from tests.vlm.families import plain_family_model
 
 OMNI = "qwen2_5_omni_thinker"
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "sound.md"
+BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
 @pytest.fixture(scope="module", params=SOUND_MODELS)
@@ -137,3 +149,27 @@ def test_a_sound_of_one_token_is_refused():
     collator = collator_of(model)
     with pytest.raises(DataError, match=r"sounds must have at least 7 frames \(0\.07 s\) for Qwen2-Audio, got 5"):
         collator.loads(collator.sample(item))
+
+
+def test_the_documented_trainer_trains_on_annotations_with_sounds(tmp_path, monkeypatch, capsys):
+    """docs/sound.md, word by word."""
+    write_model_folder(tmp_path / "demo", vocabulary())
+    save_sound_folder("qwen2_audio", tmp_path / "model", tmp_path / "demo", weights=True)
+    records = []
+    for number, seconds in enumerate((0.3, 1.7, 0.9)):
+        samples = 0.1 * np.random.default_rng(number).standard_normal(int(8_000 * seconds))
+        soundfile.write(tmp_path / f"{number}.wav", samples, 8_000)
+        records.append({"query": "<audio>\nWhat ?", "response": "a ball", "audio": f"{number}.wav"})
+    records.append({"query": "What is this ?", "response": "a hat"})
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
+    monkeypatch.chdir(tmp_path)
+    lengths = CliRunner().invoke(app, ["lengths", "train.jsonl", "lengths", "--model", "model"])
+    assert (lengths.exit_code, "windows" in lengths.output) == (0, True), lengths.output
+    (code,) = (block for block in BLOCK.findall(DOCUMENTED.read_text()) if "balance(trainer" in block)
+    names = {}
+    exec(code.replace("models/Qwen2-Audio-7B-Instruct", "model").replace('"out"', '"out", use_cpu=True'), names)
+    assert names["trainer"].state.epoch == 3
+    assert "4 samples in packs of at most" in capsys.readouterr().out
+    weight = names["model"].model.audio_tower.layers[0].fc1.weight
+    before = Qwen2AudioForConditionalGeneration.from_pretrained("model").model.audio_tower.layers[0].fc1.weight
+    assert not torch.equal(weight, before)
