@@ -63,7 +63,7 @@ class Samples:
 def load_of(columns: Any) -> Load:
     """Columns of ``Samples.sizes`` as a load."""
     vision, tokens, squares, squared, sounds, *targets = columns
-    return Load(vision, tokens, squares, squared, *targets, sound_units=sounds)
+    return Load(vision, tokens, squares, squared, targets[0] if targets else None, sounds)
 
 
 @dataclass(frozen=True)

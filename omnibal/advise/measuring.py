@@ -211,10 +211,10 @@ def measure_rows(
     for number, (row, root) in enumerate(rows):
         try:
             conversation = read_conversation(row.read(), root, strict=False)
-            of_images = rule(conversation.sizes or tuple(map(image_size, conversation.images)))
+            of_images: Sequence[Any] = rule(conversation.sizes or tuple(map(image_size, conversation.images)))
             clips, heard = tuple(map(video_header, conversation.videos)), tuple(map(sound_header, conversation.sounds))
-            of_videos = [model.video_rule()(header) for header in clips]
-            of_sounds = [model.sound_rule()(header) for header in heard]
+            of_videos: list[Any] = [model.video_rule()(header) for header in clips]
+            of_sounds: list[Any] = [model.sound_rule()(header) for header in heard]
         except Exception as error:  # records of other code bases may hold anything
             problems.append(str(row.problem(error)))
             continue

@@ -206,8 +206,8 @@ def complete(config: Config) -> dict[str, Any]:
     kind = str(config.get("model_type"))
     vision, text = DEFAULTS.get(kind, ({}, {}))
     if kind == "qwen2_audio":
-        defaults = {"audio_config": _WHISPER, "text_config": text}
-        return {**config, **{name: {**usual, **(config.get(name) or {})} for name, usual in defaults.items()}}
+        usual = {"audio_config": _WHISPER, "text_config": text}
+        return {**config, **{name: {**each, **(config.get(name) or {})} for name, each in usual.items()}}
     parts = {"vision_config": dict(config.get("vision_config") or {})}
     if kind == "qwen2_5_omni_thinker":
         parts["audio_config"] = {**_WHISPER, "n_window": 100, **dict(config.get("audio_config") or {})}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Final
+from typing import Any, Final
 
 from omnibal.cost import CostModel
 from omnibal.device import ALL_REDUCE_FRACTION, Device
@@ -455,7 +455,8 @@ def _heard(count: Callable[[Mapping[str, int]], _Work]) -> Callable[[Mapping[str
         if sizes["patches_per_tile"] > 1:
             return found
         costs = {part.name: getattr(found, part.name) for part in fields(_Work) if part.name != "at_once"}
-        return _Work(**{name: CostModel(sound_units=cost.vision_units) for name, cost in costs.items()})
+        heard: dict[str, Any] = {name: CostModel(sound_units=cost.vision_units) for name, cost in costs.items()}
+        return _Work(**heard)
 
     return work
 

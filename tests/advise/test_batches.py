@@ -19,7 +19,7 @@ SHAPE = {"num_ranks": 2, "micro_batches": 3}
 def samples_of(lengths):
     squared = np.zeros(len(lengths)) if lengths.vision_squared is None else lengths.vision_squared
     tokens = lengths.llm_tokens.astype(float)
-    return Samples(np.stack([lengths.vision_units, tokens, tokens**2, squared], axis=1).astype(float))
+    return Samples(np.stack([lengths.vision_units, tokens, tokens**2, squared, 0 * tokens], axis=1).astype(float))
 
 
 def sums(load):
