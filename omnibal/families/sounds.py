@@ -107,7 +107,7 @@ def _audio_records(config: Config) -> tuple[LayerRecord, ...]:
     return (
         *_tower(sound, counts, unused=positions * size(sound, "d_model")),  # embeddings of positions are frozen
         LayerRecord("projector", "sound_projector", projector, module="projector"),
-        *text_records(text, tied=bool(config.get("tie_word_embeddings"))),
+        *text_records(text, tied=False),  # transformers never ties them
     )
 
 

@@ -462,9 +462,6 @@ def _heard(count: Callable[[Mapping[str, int]], _Work]) -> Callable[[Mapping[str
 
 
 _WORK: Mapping[str, Callable[[Mapping[str, int]], _Work]] = {
-    "sound_embedding": _heard(_patch_embedding),
-    "sound_block": _heard(_vision_block),
-    "sound_projector": _heard(_sound_projector),
     "patch_embedding": _patch_embedding,
     "vision_block": _vision_block,
     "window_block": _vision_block,
@@ -474,4 +471,7 @@ _WORK: Mapping[str, Callable[[Mapping[str, int]], _Work]] = {
     "decoder_block": _decoder_block,
     "final_norm": _final_norm,
     "head": _head,
+    "sound_embedding": _heard(_patch_embedding),
+    "sound_block": _heard(_vision_block),
+    "sound_projector": _heard(_sound_projector),
 }

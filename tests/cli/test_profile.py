@@ -8,7 +8,7 @@ import torch
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.device import DEVICES
-from omnibal.families import FAMILIES, layer_records
+from omnibal.families import layer_records
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
 from omnibal.vlm import load_model
@@ -16,6 +16,7 @@ from omnibal.vlm import measure as measure_module
 from omnibal.vlm.passes import MeasurementWarning
 from tests.cli.conftest import cluster_of
 from tests.engine.small import small_config
+from tests.families.models import SEEING
 from tests.families.models import small_config as families_config
 from tests.pipeline.profiles import fixed_profile
 
@@ -44,7 +45,7 @@ def test_costs_are_counted_for_a_device_that_is_not_there(omnibal, model, tmp_pa
     assert record["pack"] == {"vision units": 2304 // 4, "LLM tokens": 4096}
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", SEEING)
 def test_costs_of_every_family_are_counted(omnibal, model_type, tmp_path):
     config = families_config(model_type)
     config.save_pretrained(tmp_path)

@@ -48,6 +48,8 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
+from omnibal.families import FAMILIES
+
 if find_spec("torchvision") is None:  # Qwen2-VL's processor imports it where it is there or not
     stand_in = ModuleType("torchvision.transforms.v2.functional")
     names = ["torchvision", "torchvision.transforms", "torchvision.transforms.v2", stand_in.__name__]
@@ -114,6 +116,8 @@ TILES = TOWER | {"image_size": [16, 16]}
 NATIVE = {"depth": 4, "num_heads": 4, "patch_size": PATCH, "hidden_size": 32}
 NATIVE_MLP = NATIVE | {"intermediate_size": 48, "out_hidden_size": 24}
 DEEP = {"num_position_embeddings": 16, "deepstack_visual_indexes": [2, 0]}
+SEEING = tuple(model_type for model_type, family in FAMILIES.items() if family.sound_rule is None)
+"""Those that hear are in tests/integrations/sounds.py."""
 CONFIGS = {
     "internvl": (InternVLConfig, TILES, {"model_type": "qwen2"}, {"tie_word_embeddings": False}),
     "llava": (LlavaConfig, CLIP, {"model_type": "llama"}, {}),

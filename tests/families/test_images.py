@@ -3,9 +3,9 @@ import pytest
 from PIL import Image
 
 from omnibal.errors import ConfigError
-from omnibal.families import FAMILIES, family_of
+from omnibal.families import family_of
 from omnibal.families.base import ImageLoad
-from tests.families.models import image_processor, small_config, whole_processor
+from tests.families.models import SEEING, image_processor, small_config, whole_processor
 
 INTERNVL = {"model_type": "internvl", "vision_config": {"image_size": [448, 448], "patch_size": [14, 14]}}
 TILES = {"size": {"height": 448, "width": 448}, "min_patches": 1, "max_patches": 6}
@@ -69,13 +69,13 @@ def check_against_transformers(model_type, count, most):
         assert [load[:2] for load in rule(sizes)] == expected, sizes
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", SEEING)
 def test_loads_are_what_transformers_makes_of_images(model_type):
     check_against_transformers(model_type, count=300, most=150)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", SEEING)
 def test_loads_are_what_transformers_makes_of_thousands_of_samples(model_type):
     check_against_transformers(model_type, count=3000, most=200)
 

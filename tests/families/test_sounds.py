@@ -34,6 +34,17 @@ def test_parameters_are_those_of_transformers(model_type):
     assert counted_profile(model, None).frozen_parts == tuple(sorted({record.kind for record in sound}))
 
 
+@pytest.mark.parametrize("model_type", SOUND_MODELS)
+def test_ties_are_transformers(model_type):
+    for tied in (False, True):
+        config = sound_config(model_type)
+        config.tie_word_embeddings = tied
+        model = plain_family_model(config)
+        is_tied = model.lm_head.weight is model.get_input_embeddings().weight
+        keys = {record.name for record in layer_records(config.to_dict()) if record.tied_key is not None}
+        assert keys == ({"text_embedding", "head"} if is_tied else set())
+
+
 def test_sounds_cost_by_windows_alone_and_by_positions_beside_images():
     alone, beside = (
         analytic_profile(layer_records(sound_config(model_type).to_dict()), DEVICE) for model_type in SOUND_MODELS
