@@ -80,16 +80,14 @@ def reached_layers(profile: ModelProfile) -> list[bool]:
     return reached
 
 
-def sample_costs(profile: ModelProfile, *, recompute: Level = "none") -> tuple[CostModel, CostModel]:
-    """What a sample costs in the encoder and in the LLM, forward and backward.
+def sample_costs(profile: ModelProfile, *, recompute: Level = "none") -> dict[str, CostModel]:
+    """What a sample costs in each encoder (``"vision"``, ``"sound"``) and the LLM (``"language"``), both passes.
 
     What a micro-batch costs whatever it holds is left out: it is the same on all ranks.
     """
     costs = phase_costs(profile, recompute=recompute)
-    vision, llm = (
-        replace(costs[f"{part} forward"] + costs[f"{part} backward"], fixed=0.0) for part in ("vision", "language")
-    )
-    return vision, llm
+    parts = [phase.removesuffix(" forward") for phase in costs if phase.endswith("forward")]
+    return {part: replace(costs[f"{part} forward"] + costs[f"{part} backward"], fixed=0.0) for part in parts}
 
 
 def wait(costs: Mapping[str, ArrayLike], layout: Sharding) -> dict[str, FloatArray]:

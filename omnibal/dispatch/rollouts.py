@@ -115,9 +115,10 @@ def _cost_models(model: Any) -> tuple[CostModel, CostModel]:
             raise ConfigError(f"model must be the two CostModel of encoder and LLM where it is a tuple, got {model!r}")
         return model
     try:
-        return sample_costs(analytic_profile(_known(model).records, Device.named(COUNTED_ON)))
+        costs = sample_costs(analytic_profile(_known(model).records, Device.named(COUNTED_ON)))
     except ConfigError as error:
         raise ConfigError(f"{error}; or give the two CostModel of encoder and LLM") from None
+    return costs["vision"], costs["language"]
 
 
 def _known(model: Any) -> Model:

@@ -9,12 +9,24 @@ from typing import Any, Final, Literal, Protocol, cast
 import torch
 from torch import Tensor, nn
 from transformers import models
+from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
 from omnibal.errors import ConfigError
+from omnibal.families import FAMILIES
 from omnibal.formats.collate import GRIDS
-from omnibal.integrations.packing import PER_IMAGE, PER_SOUND, PER_VIDEO, as_one_row, positions_of, videos_of
+from omnibal.integrations.packing import (
+    LEAST_FRAMES,
+    PER_IMAGE,
+    PER_SOUND,
+    PER_VIDEO,
+    arguments_of,
+    as_one_row,
+    positions_of,
+    sounds_of,
+    videos_of,
+)
 
 IMAGE: Final = tuple(name for name in PER_IMAGE if name not in (*PER_VIDEO, *PER_SOUND))
 VIDEO: Final = ("pixel_values_videos", "video_grid_thw")
@@ -24,9 +36,9 @@ VIDEO: Final = ("pixel_values_videos", "video_grid_thw")
 class EncoderAdapter(Protocol):
     """One kind of input of a model: what it takes of a sample, what it costs, what it gives, and where that goes.
 
-    ``encoders_of`` makes encoders of transformers' models that take ``mm_encoder_outputs``. For another model, write
-    a class with these members for each kind of input, and give its objects, by name, to ``RearrangingLoader`` and
-    ``RearrangedModel``.
+    ``encoders_of`` makes encoders of transformers' models that take ``mm_encoder_outputs``, and of Qwen2-Audio. For
+    another model, write a class with these members for each kind of input, and give its objects, by name, to
+    ``RearrangingLoader`` and ``RearrangedModel``.
     """
 
     @property
@@ -128,8 +140,48 @@ class VisionEncoder:
         return arguments | {"mm_encoder_outputs": {**arguments.get("mm_encoder_outputs", {}), self._kind: outputs}}
 
 
+class SoundEncoder:
+    """Sounds of Qwen2-Audio or of Qwen2.5-Omni's thinker, whose features take the place of embedded tokens."""
+
+    phase, takes = "sound", PER_SOUND
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._arguments = cast("Any", model), arguments_of(model)
+
+    @property
+    def token_id(self) -> int:
+        return int(self._model.config.audio_token_id)
+
+    def units(self, sample: Mapping[str, Tensor]) -> tuple[int, int]:
+        return sum(sounds_of(sample, self._arguments)), 0
+
+    def blank(self) -> Mapping[str, Tensor]:
+        config, dtype = self._model.config.audio_config, place_of(self._model)[1]
+        frames = 2 * config.max_source_positions
+        mask = (torch.arange(frames) < LEAST_FRAMES).long()[None]
+        return dict(zip(PER_SOUND, (torch.zeros((1, config.num_mel_bins, frames), dtype=dtype), mask), strict=True))
+
+    def encode(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        inner, (frames, mask) = self._model.model, (tensors[name] for name in self.takes)
+        if hasattr(inner, "get_audio_features"):
+            return {"features": inner.get_audio_features(frames, mask).last_hidden_state}
+        # As within Qwen2AudioModel.forward, which has no function of its own for it.
+        tower = inner.audio_tower
+        positions, tokens = tower._get_feat_extract_output_lengths(mask.sum(dim=1))
+        real = torch.arange(mask.shape[1] // 2, device=mask.device) < positions[:, None]
+        attention = create_bidirectional_mask(tower.config, frames.new_zeros((*real.shape, 1)), real.long())
+        features = inner.multi_modal_projector(tower(frames, attention_mask=attention).last_hidden_state)
+        return {"features": features[torch.arange(features.shape[1], device=mask.device) < tokens[:, None]]}
+
+    def place(self, arguments: dict[str, Any], features: Mapping[str, Tensor]) -> dict[str, Any]:
+        ids = arguments["input_ids"]
+        embedded = self._model.get_input_embeddings()(ids)
+        heard = features["features"].to(embedded.dtype)
+        return arguments | {"inputs_embeds": embedded.masked_scatter((ids == self.token_id)[..., None], heard)}
+
+
 def encoders_of(model: Any, *, blank: Mapping[str, Tensor] | None = None) -> dict[str, EncoderAdapter]:
-    """The encoders of a model of transformers that takes ``mm_encoder_outputs``, by the kind of their inputs.
+    """The encoders of a model of transformers, by the kind of their inputs: images, videos and sounds.
 
     Args:
         model: As it is before it is wrapped.
@@ -140,10 +192,21 @@ def encoders_of(model: Any, *, blank: Mapping[str, Tensor] | None = None) -> dic
         ConfigError: The model does not take encoded images; the message names those that do. Or its configuration does
             not tell what an image is like.
     """
-    encoders: dict[str, EncoderAdapter] = {"image": VisionEncoder(model, blank)}
-    if videos_of(positions_of(model.config)) is not None:
+    phases = known_phases(model)
+    encoders: dict[str, EncoderAdapter] = {"sound": SoundEncoder(model)} if "sound" in phases else {}
+    if "vision" in phases:
+        encoders["image"] = VisionEncoder(model, blank)
+    if "sound" not in phases and videos_of(positions_of(model.config)) is not None:
         encoders["video"] = VisionEncoder(model, blank, "video")
     return encoders
+
+
+def known_phases(model: Any) -> list[str]:
+    """Names of the phases of ``encoders_of(model)``, whether or not a blank image is known."""
+    family = FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
+    if family is None or family.sound_rule is None:
+        return ["vision"]
+    return ["sound", *(["vision"] if family.sees else [])]
 
 
 def phases_of(encoders: Mapping[str, EncoderAdapter]) -> list[str]:

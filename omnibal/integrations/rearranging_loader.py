@@ -21,7 +21,7 @@ from omnibal.errors import ConfigError, DataError, said
 from omnibal.feeds.feed import ahead
 from omnibal.formats.collate import IGNORED
 from omnibal.integrations.apart import TYPES
-from omnibal.integrations.encoders import EncoderAdapter, blank_image, phases_of
+from omnibal.integrations.encoders import EncoderAdapter, encoders_of, known_phases, phases_of, place_of
 from omnibal.integrations.packing import (
     PER_TOKEN,
     PER_VIDEO,
@@ -293,7 +293,7 @@ def counted_costs(
         model: A model of transformers, before it is wrapped or sharded.
         device: Where the model will train; by default where it is.
         group: The ranks that share samples; by default all.
-        limits: The most vision units that a rank encodes, and the most tokens that its LLM gets.
+        limits: The most units that a rank encodes, and the most tokens that its LLM gets.
         recompute: At which level layers run their backward passes.
         phases_meet: Whether ranks wait for each other between phases, as in ``Link``.
         num_positions: Rows of a token's positions.
@@ -304,12 +304,20 @@ def counted_costs(
     """
     device = device or next(model.parameters()).device
     on_gpu = device.type == "cuda"
-    units, tokens = (None, None) if limits is None else (limits.vision_units, limits.llm_tokens)
+    phases, tokens = known_phases(model), None if limits is None else limits.llm_tokens
+    most = {} if limits is None else {phases[-1]: limits.vision_units}
+    if limits is not None and len(phases) > 1:
+        most["sound"] = limits.sound_units
     profile = counted_profile(model, torch.cuda.get_device_name(device) if on_gpu else None)
     if profile is None:
-        return Costs({"vision": PhaseCosts(limit=units)}, PhaseCosts(DEFAULT_COST, tokens))
-    vision, llm = sample_costs(profile, recompute=recompute)
-    costs = Costs({"vision": PhaseCosts(vision, units)}, PhaseCosts(llm, tokens))
+        return Costs({phase: PhaseCosts(limit=most.get(phase)) for phase in phases}, PhaseCosts(DEFAULT_COST, tokens))
+    counted = sample_costs(profile, recompute=recompute)
+    if "vision" not in phases:  # the projector belongs to the only encoder
+        counted["sound"] += counted["vision"]
+    # An encoder's units count as vision units, whichever they are.
+    each = {phase: replace(cost, vision_units=cost.vision_units + cost.sound_units) for phase, cost in counted.items()}
+    encoders = {phase: PhaseCosts(replace(each[phase], sound_units=0.0), most.get(phase)) for phase in phases}
+    costs = Costs(encoders, PhaseCosts(counted["language"], tokens))
     if not on_gpu:
         return costs
     latency, speed = measured_link(group, device)
@@ -318,17 +326,23 @@ def counted_costs(
 
 def carried_bytes(model: Any, num_positions: int) -> dict[str, Any]:
     """The fields of ``Link`` in bytes, for a model of transformers."""
-    config, pixels = model.config, blank_image(model)["pixel_values"]
-    layers = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
-    features = config.get_text_config().hidden_size * pixels.element_size() * layers
+    config, layers, rows = model.config, {"vision": 1}, dict[str, Tensor]()
+    for encoder in encoders_of(model).values():
+        rows[encoder.phase] = encoder.blank()[encoder.takes[0]]
+    unit = {phase: float(blank.nbytes / len(blank)) for phase, blank in rows.items()}
+    if "vision" in rows:
+        layers["vision"] += len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
+        if "sound" in rows:  # beside a ViT a unit is a position of a row, not the row
+            unit["sound"] /= config.audio_config.max_source_positions
+    features = config.get_text_config().hidden_size * place_of(model)[1].itemsize
     # Gradients of features travel if anything outside of the LLM and its head is trained.
     head = model.get_output_embeddings()
     modules = [model.model.language_model, *([] if head is None else [head])]
     language = {id(parameter) for module in modules for parameter in module.parameters()}
     comes_back = any(p.requires_grad and id(p) not in language for p in model.parameters())
     return {
-        "unit_bytes": {"vision": float(pixels.nbytes / len(pixels))},
-        "feature_bytes": {"vision": float(features * (2 if comes_back else 1))},
+        "unit_bytes": unit,
+        "feature_bytes": {phase: float(features * layers.get(phase, 1) * (2 if comes_back else 1)) for phase in rows},
         "token_bytes": 8.0 * (3 + num_positions),
     }
 

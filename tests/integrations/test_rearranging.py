@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
+from omnibal.data.limits import PackLimits
 from omnibal.dispatch.exchange import _exchange, exchange
 from omnibal.dispatch.rearrangement import Rearrangement
 from omnibal.dispatch.step_plan import Costs, Link, PhaseCosts
@@ -487,6 +488,7 @@ def work(families, hosts):
 @pytest.mark.distributed
 def test_gradients_are_those_of_plain_transformers():
     families = ["internvl", "llava", "llava_next", "llava_onevision", "idefics3", "qwen2_5_vl", "qwen3_vl", "mistral3"]
+    families.append("qwen2_audio")
     check(families, [("internvl", "zero2"), ("internvl", "zero3"), ("qwen3_vl", "fsdp")])
 
 
@@ -577,6 +579,13 @@ def test_what_travels_is_weighed():
     layers = 1 + len(deep.config.vision_config.deepstack_visual_indexes)
     assert layers > 1
     assert carried_bytes(deep, 4)["feature_bytes"]["vision"] == 2 * layers * deep.config.text_config.hidden_size * 4
+    for family, windows in (("qwen2_audio", 1), ("qwen2_5_omni_thinker", 30)):  # beside images a unit is a position
+        heard, size = plain_family_model(config_of(family)), 4 * 8 * 60
+        assert carried_bytes(heard, 1)["unit_bytes"]["sound"] == size / windows
+        costs = counted_costs(heard, limits=PackLimits(7, 60, sound_units=9))
+        limits = {"sound": 7} if windows == 1 else {"sound": 9, "vision": 7}
+        assert {phase: each.limit for phase, each in costs.encoders.items()} == limits
+        assert all(each.cost.vision_units > 0 == each.cost.sound_units for each in costs.encoders.values())
     costs = counted_costs(model)
     assert costs.link is None  # nobody counts a processor's seconds
     assert costs.encoders["vision"].cost.vision_units > 0
