@@ -227,7 +227,7 @@ _LLAMA: Final = {
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
     "intermediate_size": 11008, "vocab_size": 32000,
 }  # fmt: skip
-# Defaults of LLaVA's language models, by model_type.
+# Defaults of LLaVA's and Qwen2-Audio's language models, by model_type.
 LLAVA_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "None": _LLAMA,
     "llama": _LLAMA,
@@ -266,15 +266,11 @@ _WHISPER: Final = {
     "num_mel_bins": 128, "d_model": 1280, "encoder_layers": 32, "encoder_attention_heads": 20, "encoder_ffn_dim": 5120,
     "max_source_positions": 1500,
 }  # fmt: skip
-_QWEN_AUDIO: Final = {
-    "model_type": "qwen2", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 32, "intermediate_size": 22016, "vocab_size": 151936,
-}  # fmt: skip
 # Defaults of ViT and language model, by the model_type of both together.
 DEFAULTS: Final[Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]] = {
     "qwen2_vl": (_QWEN2_VIT, {}),
     "qwen2_5_vl": (_QWEN25_VIT, {}),
-    "qwen2_audio": ({}, _QWEN_AUDIO),
+    "qwen2_audio": ({}, LLAVA_DEFAULTS["qwen2"]),
     "qwen2_5_omni_thinker": (_QWEN25_VIT, {"model_type": "qwen2_5_omni_text"}),
     "qwen3_vl": (_QWEN3_VIT, {"model_type": "qwen3_vl_text", "head_dim": 128}),
     "qwen3_vl_moe": (_QWEN3_VIT, {"model_type": "qwen3_vl_moe_text", "head_dim": 128}),
