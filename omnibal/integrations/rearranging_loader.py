@@ -305,9 +305,9 @@ def counted_costs(
     device = device or next(model.parameters()).device
     on_gpu = device.type == "cuda"
     phases, tokens = known_phases(model), None if limits is None else limits.llm_tokens
-    most = {} if limits is None else {phases[-1]: limits.vision_units}
-    if limits is not None and len(phases) > 1:
-        most["sound"] = limits.sound_units
+    most: dict[str, int | None] = (
+        {} if limits is None else {"sound": limits.sound_units, phases[-1]: limits.vision_units}
+    )
     profile = counted_profile(model, torch.cuda.get_device_name(device) if on_gpu else None)
     if profile is None:
         return Costs({phase: PhaseCosts(limit=most.get(phase)) for phase in phases}, PhaseCosts(DEFAULT_COST, tokens))
