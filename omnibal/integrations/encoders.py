@@ -174,10 +174,15 @@ class SoundEncoder:
         return {"features": features[torch.arange(features.shape[1], device=mask.device) < tokens[:, None]]}
 
     def place(self, arguments: dict[str, Any], features: Mapping[str, Tensor]) -> dict[str, Any]:
-        ids = arguments["input_ids"]
-        embedded = self._model.get_input_embeddings()(ids)
-        heard = features["features"].to(embedded.dtype)
-        return arguments | {"inputs_embeds": embedded.masked_scatter((ids == self.token_id)[..., None], heard)}
+        heard, values = (arguments["input_ids"] == self.token_id)[..., None], features["features"]
+
+        def scatter(module: nn.Module, given: Any, embedded: Tensor) -> Tensor:
+            hook.remove()
+            return embedded.masked_scatter(heard, values.to(embedded.dtype))
+
+        # The model's own pass embeds on every rank: under ZeRO 3 ranks that ran modules in another order would hang.
+        hook = self._model.get_input_embeddings().register_forward_hook(scatter)
+        return arguments
 
 
 def encoders_of(model: Any, *, blank: Mapping[str, Tensor] | None = None) -> dict[str, EncoderAdapter]:
