@@ -114,7 +114,8 @@ def balance(
     """
     _begin(trainer)
     loss, mixture = StepLoss(trainer, loss_reduction), None if mixture is None else Mixture.of(mixture)
-    args, dataset = trainer.args, trainer.train_dataset
+    args = trainer.args
+    dataset: Any = trainer.train_dataset
     # Several streams by name have a length, too.
     if not hasattr(dataset, "__len__") or isinstance(dataset, Mapping | IterableDataset):
         raise DataError(
