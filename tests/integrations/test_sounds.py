@@ -165,6 +165,8 @@ def test_the_documented_trainer_trains_on_annotations_with_sounds(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     lengths = CliRunner().invoke(app, ["lengths", "train.jsonl", "lengths", "--model", "model"])
     assert (lengths.exit_code, "windows" in lengths.output) == (0, True), lengths.output
+    planned = CliRunner().invoke(app, ["profile", "model", "profile.json", "--cluster", "2xA100-80GB"])
+    assert "must be one without sounds to be planned for" in planned.output.replace("\n", " ")
     (code,) = (block for block in BLOCK.findall(DOCUMENTED.read_text()) if "balance(trainer" in block)
     names = {}
     exec(code.replace("models/Qwen2-Audio-7B-Instruct", "model").replace('"out"', '"out", use_cpu=True'), names)
