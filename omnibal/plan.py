@@ -157,20 +157,22 @@ class Plan:
             schedule=self.make_schedule(),
         )  # fmt: skip
 
-    def times(self, profile: ModelProfile, loads: Iterable[Load], recompute: Sequence[Level]) -> StepTimes:
+    def times(self, profile: ModelProfile, load: Load, recompute: Sequence[Level]) -> StepTimes:
         """Seconds of every layer in one step at other recompute levels, as `simulate` counts them.
 
-        With a spread encoder ``profile`` and ``recompute`` are those of the LLM's layers alone.
+        ``load`` holds all micro-batches in the order of their numbers (`omnibal.pipeline.units.numbered`). With a
+        spread encoder ``profile`` and ``recompute`` are those of the LLM's layers alone.
         """
-        if self.layout.is_spread:
-            links = self.known_cluster.links_of(self.layout.parts[1])
-            return step_times(profile, loads, links, zero_stage=self.layout.zero_stage, recompute=recompute)
-        if not self.layout.has_units:
-            return step_times(profile, loads, self.links, zero_stage=self.layout.zero_stage, recompute=recompute)
-        border = self.partition.boundaries[self.layout.encoder_stages]
-        return unit_times(
-            profile, loads, self.layout, border, self.links, recompute=recompute,
-            encoder_links=self.known_cluster.links_of(self.layout, of_encoder=True),
+        if self.layout.has_units:
+            border = self.partition.boundaries[self.layout.encoder_stages]
+            return unit_times(
+                profile, [load], self.layout, border, self.links, recompute=recompute,
+                encoder_links=self.known_cluster.links_of(self.layout, of_encoder=True),
+            )  # fmt: skip
+        links = self.known_cluster.links_of(self.layout.parts[1]) if self.layout.is_spread else self.links
+        return step_times(
+            profile, [load], links, zero_stage=self.layout.zero_stage, recompute=recompute,
+            num_replicas=self.layout.num_replicas,
         )  # fmt: skip
 
     def footprint(self, profile: ModelProfile, load: Load, mean: Load | None = None) -> Footprint | SpreadFootprint:

@@ -27,8 +27,6 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Samples:
-    """Drawn samples."""
-
     sizes: FloatArray
     """One row per sample; columns are vision units, LLM tokens, their squares, the squares of patches, sound units and,
     only where they count, target tokens."""
@@ -56,7 +54,6 @@ class Samples:
 
     @property
     def load(self) -> Load:
-        """Each sample as a micro-batch of its own."""
         return load_of(self.sizes.T)
 
 
@@ -71,14 +68,12 @@ class Batches:
     """Micro-batches of some steps, shape (steps, ranks, micro-batches)."""
 
     loads: Load
-    """What they hold, padding included."""
     real: Load
     """What they hold without padding."""
     samples_per_step: float
 
     @property
     def num_samples(self) -> float:
-        """Samples in all steps."""
         return self.samples_per_step * self.loads.shape[0]
 
     @property

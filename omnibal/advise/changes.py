@@ -59,13 +59,11 @@ class TriedChange:
 
     name: str
     detail: str
-    """What becomes of what."""
     gain: Speedup | None = None
     """What it brings; None where it does not fit."""
     after: Estimate | None = None
     """The estimate with the change; None where it does not fit, or a pipeline runs it."""
     is_setting: bool = False
-    """Whether the trainer has it without packs of ours."""
 
     @property
     def factor(self) -> float | None:
@@ -79,14 +77,11 @@ class TriedChange:
 
     @property
     def cost(self) -> str:
-        """What it takes to adopt."""
         return COSTS.get(self.name, "one setting")
 
 
 @dataclass(frozen=True, eq=False)
 class Advice:
-    """What is the case, and what would bring something."""
-
     today: Estimate
     settled: Estimate
     """Today with those settings of the trainer that bring something."""
@@ -96,13 +91,10 @@ class Advice:
     """With all changes that bring something, but for a pipeline; packs of ours are part of it where all that the
     drop-in makes together brings something on top of settings."""
     fitting: tuple[str, ...] = ()
-    """What would make today's recipe fit, where it does not."""
     plan: Plan | None = None
-    """The plan of the pipeline, where one was planned."""
 
     @property
     def takes_packs(self) -> bool:
-        """Whether packs of ours are part of the advice."""
         return self.after.recipe.batching == "even"
 
     @property

@@ -36,17 +36,12 @@ HEAD_ROOM: Final = 0.05  # share of a device's memory that stays free, as in Pla
 
 @dataclass(frozen=True)
 class Recipe:
-    """One way to train."""
-
     sharding: Sharding = "zero3"
     batching: Batching = "random"
     batch: int = 1
-    """Samples of a micro-batch where ``batching`` makes no packs."""
     micro_batches: int = 1
-    """Micro-batches per step and rank."""
     recompute: Level = "full"
     limits: PackLimits | None = None
-    """Limits of random packs."""
     target_rows: bool = False
     """Whether the head works on the rows that predict a target alone, as far as lengths tell them."""
     offloaded: tuple[str, ...] = ()
@@ -56,7 +51,6 @@ class Recipe:
 
     @property
     def batch_text(self) -> str:
-        """The size and number of batches, in words."""
         return f"batches of {self.batch}, {self.micro_batches} a rank and step"
 
 
@@ -67,7 +61,6 @@ class Scenario:
     lengths: SampleLengths
     """Lengths of the samples, or of a part of them drawn at random."""
     profile: ModelProfile
-    """What the layers cost, with what is frozen or adapted."""
     cluster: Cluster
     """Every device is a rank."""
     samples_per_step: int
@@ -82,6 +75,7 @@ class Scenario:
     """Tokens of the trainer's own packs, where ``offered`` has them."""
     precision: TrainingPrecision = USUAL
     _batches: dict[Recipe, tuple[Batches, ...]] = field(default_factory=dict)
+    _estimates: dict[Recipe, "Estimate"] = field(default_factory=dict)
 
     @cached_property
     def draws(self) -> tuple[Samples, ...]:
@@ -122,7 +116,6 @@ class Scenario:
         return tuple(np.stack([cost(load) for cost in parts], axis=1) for load in loads)
 
     def batches(self, recipe: Recipe, draw: int) -> Batches:
-        """The micro-batches that a recipe makes of a draw."""
         shape = {"num_ranks": self.cluster.num_devices, "micro_batches": recipe.micro_batches}
         samples = self.draws[draw] if recipe.target_rows else self.draws[draw].all_rows
         if recipe.batching == "even":
@@ -133,22 +126,20 @@ class Scenario:
         return padded_batches(samples, batch=recipe.batch, batching=recipe.batching, **shape)
 
     def estimate(self, recipe: Recipe) -> "Estimate":
-        """What a recipe takes and holds."""
         # Batches depend neither on what ranks share nor on what recomputes.
         like = replace(recipe, sharding="zero3", recompute="full", offloaded=())
         if like not in self._batches:
             self._batches[like] = tuple(self.batches(like, draw) for draw in range(DRAWS))
-        return Estimate(self, recipe, self._batches[like])
+        if recipe not in self._estimates:
+            self._estimates[recipe] = Estimate(self, recipe, self._batches[like])
+        return self._estimates[recipe]
 
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """What one recipe takes and holds in a scenario."""
-
     scenario: Scenario
     recipe: Recipe
     batches: tuple[Batches, ...]
-    """The micro-batches of each draw."""
 
     @cached_property
     def spent(self) -> FloatArray:
@@ -157,7 +148,6 @@ class Estimate:
 
     @property
     def sample_seconds(self) -> FloatArray:
-        """Seconds of a device per sample, one for each draw."""
         seconds: FloatArray = self.spent.sum(axis=1)
         return seconds
 
@@ -189,7 +179,6 @@ class Estimate:
 
     @cached_property
     def memory(self) -> RankMemory:
-        """What ranks hold."""
         recipe, scenario = self.recipe, self.scenario
         return RankMemory(
             scenario.profile, recipe.sharding, scenario.cluster, recipe.recompute, recipe.target_rows,
@@ -209,7 +198,6 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest rank keeps to its memory, less the head room."""
         return self.missing_bytes <= 0
 
     def _spent(self, batches: Batches) -> FloatArray:
@@ -261,11 +249,9 @@ class Speedup:
 
     @property
     def brings(self) -> bool:
-        """Whether the gain is more than its error."""
         return self.factor - 1 > self.error
 
     def __mul__(self, other: "Speedup") -> "Speedup":
-        """Both, one on top of the other."""
         factor = self.factor * other.factor
         return Speedup(factor, factor * float(np.hypot(self.error / self.factor, other.error / other.factor)))
 

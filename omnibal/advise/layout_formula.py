@@ -102,7 +102,6 @@ class PartCounts:
 
 @lru_cache(maxsize=1024)
 def _slowest_stage(passes: tuple[float, ...], num_stages: int) -> float:
-    """Seconds of the slowest of stages of whole layers, as even as these can be."""
     sums = np.cumsum((0.0, *passes))
     return least_maximum(np.stack([differences(sums)] * num_stages))[0]
 
@@ -182,7 +181,6 @@ class StepFormula:
         return max(self.largest_sample / samples, 1.0)
 
     def _transfer(self, part: PartCounts, layout: Layout, samples: float) -> float:
-        """Seconds of a micro-batch of so many samples from one stage to the next."""
         return samples * part.sent / self._links(layout).bandwidth_bytes_per_second if layout.num_stages > 1 else 0.0
 
     def _sums(self, part: PartCounts, layout: Layout, seconds: float) -> float:
@@ -204,6 +202,5 @@ class StepFormula:
 
 
 def _in_flight(num_stages: int, micro_batches: int) -> FloatArray:
-    """Micro-batches in flight on each stage under 1F1B."""
     in_flight: FloatArray = np.minimum(np.arange(num_stages, 0.0, -1), micro_batches)
     return in_flight

@@ -37,8 +37,6 @@ LEVELS_TRIED: Final[tuple[Level, ...]] = ("none", "full")
 
 
 class RankedLayout(NamedTuple):
-    """A layout as the formula ranks it."""
-
     seconds: float  # of a step
     layout: Layout
     micro_batches: int
@@ -114,7 +112,6 @@ class LayoutRanking:
                 yield self.layout(stages, ranks // stages, degree)
 
     def formula_seconds(self, layout: Layout, micro_batches: int, level: Level) -> float:
-        """What the formula says of a step; an InfeasibleError if it says that the layout does not fit."""
         counts = self.counts(*degrees_of(layout))
         assert counts is not None, "layouts are made of degrees that were counted"
         return self._formula.seconds(*counts, layout, micro_batches, level)
@@ -222,7 +219,6 @@ def units_can_be(layout: Layout, cluster: Cluster) -> bool:
 
 
 def degrees_of(layout: Layout) -> tuple[int, int]:
-    """Tensor ranks of encoder and LLM."""
     return layout.num_tensor if layout.encoder is None else layout.encoder.num_tensor, layout.num_tensor
 
 

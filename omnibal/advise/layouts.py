@@ -7,7 +7,7 @@ alike (`omnibal.planner.placements`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -22,7 +22,8 @@ from omnibal.advise.wait import Sharding, bandwidth, exposed_seconds, phase_cost
 from omnibal.cluster import Cluster, Layout
 from omnibal.cost import FloatArray, Load
 from omnibal.errors import InfeasibleError
-from omnibal.pipeline.schedule import SCHEDULES
+from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
+from omnibal.plan import Plan
 from omnibal.planner.packings import Packing
 from omnibal.planner.placements import PlacedStep, place
 from omnibal.planner.step_model import StepCosts
@@ -44,6 +45,9 @@ MOST_PLACED: Final = 20
 """Layouts and numbers of micro-batches of each kind that are placed and fit."""
 MOST_TRIED: Final = 30
 """Layouts and numbers of micro-batches of each kind that are tried, with those that turn out not to fit."""
+MOST_SCHEDULED: Final = 5
+"""The fastest of these that are simulated under every schedule; all others under ``LEAN`` alone, if it fits."""
+LEAN: Final[ScheduleName] = "zero-bubble-lean"
 MANY_DEVICES: Final = 96
 """On fewer devices, whose steps are simulated faster, up to ``MOST_TIMES`` as many are tried and placed."""
 MOST_TIMES: Final = 4
@@ -54,31 +58,25 @@ SHARDINGS: Final[tuple[Sharding, ...]] = ("zero1", "zero2", "zero3")
 
 @dataclass(frozen=True, kw_only=True)
 class WeighedLayout:
-    """One layout and what it would do."""
-
     kind: Kind
     layout: str
     """The layout in words, with its schedule or sharding."""
     samples_per_second: float
     peak_bytes: int
-    """What the fullest device holds."""
     micro_batches: int
-    """Micro-batches of a replica in a step."""
     shares: Mapping[str, float]
     """Shares of all devices' time by cause; they add up to 1."""
     unhidden_samples_per_second: float | None = None
     """Samples a second if nothing were computed while ranks communicate; None where hiding is not assumed."""
-    step: PlacedStep | None = None
-    """The step of a kind with a pipeline; None for data parallelism."""
+    plan: Plan | None = None
     recipe: Recipe | None = None
-    """The recipe of data parallelism; None for kinds with a pipeline."""
 
     @property
     def runs_today(self) -> bool:
         """Whether omnibal can train so; otherwise it can only be weighed."""
         # A spread encoder and units run without tensor ranks alone.
         of_its_own = self.kind in ("spread", "units")
-        return not (of_its_own and self.step is not None and self.step.layout.has_tensor_ranks)
+        return not (of_its_own and self.plan is not None and self.plan.layout.has_tensor_ranks)
 
 
 @dataclass(frozen=True)
@@ -154,10 +152,8 @@ class Weighing:
     ranking: LayoutRanking
     report: Callable[[str], object]
     _batches: dict[tuple[int, int], list[Batches]] = field(default_factory=dict)
-    _estimates: dict[Recipe, Estimate] = field(default_factory=dict)
 
     def best(self, kind: Kind) -> WeighedLayout | int:
-        """The fastest layout of a kind, or the bytes that a device lacks."""
         if kind == "zero" or kind == "rearranged":  # noqa: PLR1714  (mypy narrows the literal so)
             return self._data_parallel(rearranged=kind == "rearranged")
         missing = list[int]()
@@ -165,7 +161,7 @@ class Weighing:
             try:
                 # On all draws, as ZeRO: on the first one alone a kind may be some percent lucky.
                 costs = self._costs(ranked, len(self.scenario.draws))
-                return self._candidate(kind, place(costs, step.schedule, ranked.level))
+                return self._candidate(kind, place(costs, step.plan.schedule, ranked.level))
             except InfeasibleError as lacking:  # another draw may have a larger step
                 missing.append(lacking.missing_bytes)
         return min(missing, default=0)
@@ -181,9 +177,14 @@ class Weighing:
             if tried == times * MOST_TRIED or placed == times * MOST_PLACED:
                 break
             if not found or ranked.seconds <= MARGIN * min(step.step_seconds for step, _ in found):
-                steps = self.placed(ranked, missing)
+                steps = self.placed(ranked, missing, [LEAN]) or self.placed(ranked, missing, ["1f1b"])
                 found += [(step, ranked) for step in steps]
                 tried, placed = tried + 1, placed + bool(steps)
+        found.sort(key=lambda each: each[0].step_seconds)
+        # Schedules of one layout differ by less than layouts do: only the fastest ones deserve all.
+        for step, ranked in found[: times * MOST_SCHEDULED]:
+            others = [schedule for schedule in SCHEDULES if schedule != step.plan.schedule]
+            found += [(other, ranked) for other in self.placed(ranked, missing, others)]
         return sorted(found, key=lambda each: each[0].step_seconds)
 
     @property
@@ -192,13 +193,15 @@ class Weighing:
 
     # Pipelines, and what contains one
 
-    def placed(self, ranked: RankedLayout, missing: list[int]) -> list[PlacedStep]:
+    def placed(
+        self, ranked: RankedLayout, missing: list[int], schedules: Iterable[ScheduleName] = tuple(SCHEDULES)
+    ) -> list[PlacedStep]:
         """Steps of a layout on the first draw, under each schedule with which it fits."""
         layout, costs, found = ranked.layout, self._costs(ranked, 1), list[PlacedStep]()
         self.report(f"simulating {layout}, {ranked.micro_batches} micro-batches")
         own = 0 if layout.encoder is None else layout.encoder.num_stages
         # A single stage has no bubble that another schedule could fill.
-        for schedule in SCHEDULES if layout.num_stages - own > 1 else tuple(SCHEDULES)[:1]:
+        for schedule in schedules if layout.num_stages - own > 1 else {"1f1b"} & set(schedules):
             try:
                 found.append(place(costs, schedule, ranked.level))
             except InfeasibleError as lacking:
@@ -213,8 +216,8 @@ class Weighing:
         )
 
     def _candidate(self, kind: Kind, step: PlacedStep) -> WeighedLayout:
-        layout, devices = step.layout, self._cluster.num_devices
-        packing = self._packing(layout.num_replicas, step.micro_batches, len(self.scenario.draws))
+        plan, layout, devices = step.plan, step.plan.layout, self._cluster.num_devices
+        packing = self._packing(layout.num_replicas, plan.micro_batches, len(self.scenario.draws))
         loads, total = packing.all_loads, step.step_seconds * devices
         # Work as one device would do it, and what sharing layers adds: all-reduces, and what every rank does in whole.
         degrees = degrees_of(layout)
@@ -225,24 +228,23 @@ class Weighing:
         shares["bubbles, transfers, sums of gradients"] = 1 - sum(shares.values())
         return WeighedLayout(
             kind=kind,
-            layout=f"{layout}, {step.schedule}",
+            layout=f"{layout}, {plan.schedule}",
             samples_per_second=packing.samples_per_step / step.step_seconds,
             peak_bytes=step.peak_bytes,
-            micro_batches=step.micro_batches,
+            micro_batches=plan.micro_batches,
             shares=shares,
-            step=step,
+            plan=plan,
         )
 
     # Data parallelism
 
     def _data_parallel(self, *, rearranged: bool) -> WeighedLayout | int:
-        """The fastest way to share the model's state alone."""
         found, missing = list[WeighedLayout](), list[int]()
         for sharding, micro_batches in product(
             SHARDINGS[1:] if rearranged else SHARDINGS, self.ranking.micro_batches(Layout(1, self._cluster.num_devices))
         ):
             recipe = Recipe(sharding, "even", micro_batches=micro_batches, target_rows=self.scenario.spares_rows)
-            kept, again = (self._estimate(replace(recipe, recompute=level)) for level in LEVELS_TRIED)
+            kept, again = (self.scenario.estimate(replace(recipe, recompute=level)) for level in LEVELS_TRIED)
             if again.missing_bytes > 0:
                 missing.append(again.missing_bytes)
                 continue
@@ -252,11 +254,6 @@ class Weighing:
         if found:
             return max(found, key=lambda each: each.samples_per_second)
         return min(missing, default=0)
-
-    def _estimate(self, recipe: Recipe) -> Estimate:
-        if recipe not in self._estimates:
-            self._estimates[recipe] = self.scenario.estimate(recipe)
-        return self._estimates[recipe]
 
     def _shared(self, kept: Estimate, again: Estimate, share: float, *, rearranged: bool) -> WeighedLayout:
         """Data parallelism where a share of the layers recomputes."""

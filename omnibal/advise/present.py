@@ -87,7 +87,6 @@ class Present:
     max_pixels: int | None = None
     """Most pixels of an image, to which the host resizes larger ones."""
     model: str | None = None
-    """Name or folder."""
     mixture: Mixture | None = None
     optimizer: str | None = None
     pure: bool | None = None
@@ -97,7 +96,6 @@ class Present:
     short_states: bool | None = None
     """Whether DeepSpeed keeps the optimizer's numbers in 16 bits."""
     weight_bits: int | None = None
-    """Bits of frozen weights."""
     fused_loss: bool | None = None
     """Whether Liger's kernels never have all logits."""
     said: Mapping[str, str] = field(default_factory=dict)
@@ -166,7 +164,6 @@ def _beside(path: Path, name: str) -> Path:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """The object in a JSON or YAML file."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:

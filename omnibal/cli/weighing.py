@@ -77,9 +77,9 @@ class WeighedLayouts:
     def request(self, asked: PlanRequest) -> PlanRequest | None:
         """What plans the winner; None where it cannot be planned."""
         winner = self.report.answer.winner
-        if winner is None or winner.step is None or _degree(winner) != self.workspace.num_tensor:
+        if winner is None or winner.plan is None or _degree(winner) != self.workspace.num_tensor:
             return None
-        layout = winner.step.layout
+        layout = winner.plan.layout
         # Of pipelines all numbers of stages are searched again; of units, those of the encoder's devices that won.
         stages = layout.num_stages if layout.has_units else asked.num_stages
         return replace(asked, encoder=layout.encoder, num_stages=stages)
@@ -135,7 +135,7 @@ class WeighedLayouts:
 def _degree(found: WeighedLayout) -> int | None:
     """Tensor ranks of a layout that `omnibal plan` can plan; None of others."""
     is_planned = found.kind in PLANNED and found.runs_today
-    return found.step.layout.num_tensor if is_planned and found.step is not None else None
+    return found.plan.layout.num_tensor if is_planned and found.plan is not None else None
 
 
 def _present_rate(workspace: Workspace) -> float | None:

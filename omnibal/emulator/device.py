@@ -83,11 +83,10 @@ def stage_work(task: EmulationTask, step: int, stage: int, replica: int) -> Stag
     first, last = layers.start, layers.stop
     # Replicas of the stage take the step's micro-batches in turns, by their numbers.
     own = slice(replica, None, task.plan.layout.shape(stage)[0])
-    whole = Load.stack(loads)
-    numbers = np.arange(whole.shape[0] * whole.shape[1])[own]
-    load = whole[numbers % whole.shape[0], numbers // whole.shape[0]]
+    whole = numbered(Load.stack(loads))
+    load = whole[own]
     exceeds = _exceeds(task, load)
-    planned, full = (numbered(task.plan.times(task.pipelined, loads, levels[spread:])) for levels in _levels(task))
+    planned, full = (task.plan.times(task.pipelined, whole, levels[spread:]) for levels in _levels(task))
 
     def between(name: str) -> FloatArray:
         by_plan, by_full = (np.diff(getattr(times, name)[0, own, first : last + 1]) for times in (planned, full))

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
+from omnibal.compiled import compiled
 from omnibal.cost import FloatArray, IntArray
 from omnibal.errors import InfeasibleError
 
@@ -32,24 +32,29 @@ def least_maximum(costs: FloatArray) -> tuple[float, Boundaries]:
     >>> least_maximum(np.stack([seconds, seconds]))
     (3.0, (0, 2, 3))
     """
-    value, boundaries = _solve(costs, np.maximum)  # O(stages × layers²)
+    value, boundaries = _solve(costs, False)  # O(stages × layers²)
     if not np.isfinite(value):
         raise InfeasibleError("a partition must have stages of finite cost only, got none that has")
-    return value, boundaries
+    return float(value), _follow(boundaries)
 
 
-def _solve(costs: FloatArray, combine: np.ufunc) -> tuple[float, Boundaries]:
-    """The partition with the least sum (``np.add``) or maximum (``np.maximum``) of its stages' costs."""
+@compiled
+def _solve(costs: FloatArray, adds: bool) -> tuple[float, IntArray]:
+    """The least sum (``adds``) or maximum of the stages' costs of any partition, and each stage's best end by start."""
     num_stages, size, _ = costs.shape
+    choices = np.zeros((num_stages, size), dtype=np.int64)
     # Dynamic programming from the last stage to the first:
     # rest[a] = min over b of combine(costs[stage, a, b], rest of the next stage[b]); choices[stage, a] is that b.
-    choices = np.zeros((num_stages, size), dtype=int)
     rest = _last_boundary(size)
-    for stage in reversed(range(num_stages)):
-        combined = np.where(_stages(size), combine(costs[stage], rest), np.inf)
-        choices[stage] = combined.argmin(axis=1)
-        rest = combined.min(axis=1)
-    return float(rest[0]), _follow(choices)
+    for stage in range(num_stages - 1, -1, -1):
+        combined = np.full(size, np.inf)
+        for a in range(size):
+            for b in range(a + 1, size):
+                value = costs[stage, a, b] + rest[b] if adds else max(costs[stage, a, b], rest[b])
+                if value < combined[a]:
+                    combined[a], choices[stage, a] = value, b
+        rest = combined
+    return rest[0], choices
 
 
 def model_optima(pace_seconds: FloatArray, passing_seconds: FloatArray, micro_batches: int) -> list[Boundaries]:
@@ -64,38 +69,47 @@ def model_optima(pace_seconds: FloatArray, passing_seconds: FloatArray, micro_ba
     #     pace = max(slowest stage, max over s of (Σ passing from stage s on) / (stages - s))
     # For each limit on the pace dynamic programming finds the shortest passage. Limits grow by 1 %, so that the best
     # partition found is within 1 % of the formula's optimum. O(limits × stages × layers²).
-    shortest, loosest = _solve(passing_seconds, np.add)
-    last_limit = _pace(loosest, pace_seconds, passing_seconds) * _STEP  # beyond it no passage gets shorter
+    shortest, loosest = _solve(passing_seconds, True)
+    last_limit = _pace(_follow(loosest), pace_seconds, passing_seconds) * _STEP  # beyond it no passage gets shorter
     # No partition has a faster pace: neither its slowest stage nor the round trip that all stages share is shorter.
     limit = max(least_maximum(pace_seconds)[0], shortest / len(pace_seconds))
     best, found = np.inf, dict[Boundaries, None]()
     # A looser limit may shorten the passage, which counts once, and slows the pace, which counts micro_batches - 1
     # times. The search ends where even the shortest passage of all partitions could not make up for the pace.
     while limit <= last_limit and shortest + (micro_batches - 1) * limit < best:
-        boundaries = _within(limit, pace_seconds, passing_seconds)
-        if boundaries:
+        keeps, choices = _within(limit, pace_seconds, passing_seconds)
+        if keeps:
+            boundaries = _follow(choices)
             found[boundaries] = None
             best = min(best, _costs(boundaries, passing_seconds).sum() + (micro_batches - 1) * limit)
         limit *= _STEP
     return list(found)
 
 
-def _within(limit: float, pace_seconds: FloatArray, passing_seconds: FloatArray) -> Boundaries:
-    """The partition of shortest passage whose pace keeps to a limit, or () if none does."""
+@compiled
+def _within(limit: float, pace_seconds: FloatArray, passing_seconds: FloatArray) -> tuple[bool, IntArray]:
+    """Whether a partition keeps to a limit on the pace, and each stage's end by start in that of shortest passage."""
     num_stages, size, _ = pace_seconds.shape
-    allowed = _stages(size) & (pace_seconds <= limit * _ROUNDING)
-    # The square of each stage's passage, with a small weight, prefers even stages among about equal partitions.
-    scores = passing_seconds * (1 + _EVENNESS * passing_seconds / max(passing_seconds[0, 0, -1], 1e-300))
-    choices = np.zeros((num_stages, size), dtype=int)
+    most, whole = limit * _ROUNDING, max(passing_seconds[0, 0, size - 1], 1e-300)
+    choices = np.zeros((num_stages, size), dtype=np.int64)
     score, passage = _last_boundary(size), _last_boundary(size)
-    for stage in reversed(range(num_stages)):
-        candidates = np.where(allowed[stage], scores[stage] + score, np.inf)
-        choices[stage] = candidates.argmin(axis=1)
-        passage = passing_seconds[stage, np.arange(size), choices[stage]] + passage[choices[stage]]
-        # The round trip from here to the end is shared by as many micro-batches as there are stages on the way.
-        keeps = passage / (num_stages - stage) <= limit * _ROUNDING
-        score = np.where(keeps, candidates.min(axis=1), np.inf)
-    return _follow(choices) if np.isfinite(score[0]) else ()
+    for stage in range(num_stages - 1, -1, -1):
+        scores, passages = np.full(size, np.inf), np.full(size, np.inf)
+        for a in range(size):
+            for b in range(a + 1, size):
+                if not pace_seconds[stage, a, b] <= most or score[b] == np.inf:
+                    continue
+                # The square of each stage's passage, with a small weight, prefers even stages among about equal
+                # partitions.
+                passing = passing_seconds[stage, a, b]
+                candidate = passing * (1 + _EVENNESS * passing / whole) + score[b]
+                if candidate < scores[a]:
+                    scores[a], passages[a], choices[stage, a] = candidate, passing + passage[b], b
+            # The round trip from here to the end is shared by as many micro-batches as there are stages on the way.
+            if not passages[a] / (num_stages - stage) <= most:
+                scores[a] = np.inf
+        score, passage = scores, passages
+    return score[0] < np.inf, choices
 
 
 def _pace(boundaries: Boundaries, pace_seconds: FloatArray, passing_seconds: FloatArray) -> float:
@@ -109,16 +123,15 @@ def _costs(boundaries: Boundaries, costs: FloatArray) -> FloatArray:
     return stages
 
 
-def _stages(size: int) -> NDArray[np.bool_]:
-    return np.triu(np.ones((size, size), dtype=bool), k=1)  # entries [a, b] of a cost matrix with a < b
-
-
+@compiled
 def _last_boundary(size: int) -> FloatArray:
     # The cost of the stages behind the last one, by where they start: they start at the end of the model or nowhere.
-    return np.where(np.arange(size) == size - 1, 0.0, np.inf)
+    costs = np.full(size, np.inf)
+    costs[-1] = 0
+    return costs
 
 
-def _follow(choices: NDArray[np.int_]) -> Boundaries:
+def _follow(choices: IntArray) -> Boundaries:
     boundaries = [0]
     for choice in choices:  # each stage's end is the next one's start
         boundaries.append(int(choice[boundaries[-1]]))

@@ -6,7 +6,7 @@ Letters: ``F`` forward; ``B`` backward to the inputs; ``W`` backward to the weig
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -44,6 +44,9 @@ class Instruction(NamedTuple):
     micro_batch: int
 
 
+Orders = tuple[tuple[Instruction, ...], ...]
+
+
 class Table(NamedTuple):
     """The lists of a schedule as padded arrays, for compiled code."""
 
@@ -77,17 +80,26 @@ class Schedule:
     replicas: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        tables = tuple(_instructions(stage) for stage in self.stages)
+        object.__setattr__(self, "stages", tables)
+        self._check_numbers()
+        for stage, instructions in enumerate(tables):
+            _check_stage(stage, instructions, self.micro_batches_of(stage), _RUNS[stage < self.frozen_stages])
+
+    @classmethod
+    def of_orders(cls, stages: Orders, micro_batches: int, replicas: tuple[int, ...] = ()) -> Schedule:
+        """A schedule whose stages come from `stage_order`: to look at every instruction again takes longest of all."""
+        made = object.__new__(cls)
+        for name, value in {"stages": stages, "micro_batches": micro_batches, "replicas": replicas}.items():
+            object.__setattr__(made, name, value)
+        made._check_numbers()
+        return made
+
+    def _check_numbers(self) -> None:
         if not self.stages or self.micro_batches < 1:
             raise ConfigError(
                 f"a schedule must have a stage and a micro-batch, got {len(self.stages)} and {self.micro_batches}"
             )
-        tables = tuple(_instructions(stage) for stage in self.stages)
-        object.__setattr__(self, "stages", tables)
-        self._check_replicas()
-        for stage, instructions in enumerate(tables):
-            _check_stage(stage, instructions, self.micro_batches_of(stage), _RUNS[stage < self.frozen_stages])
-
-    def _check_replicas(self) -> None:
         if not self.replicas:
             return
         if len(self.replicas) != self.num_stages or min(self.replicas) < 1:
@@ -126,13 +138,19 @@ class Schedule:
             F0 F1 BW0 F2 BW1 BW2
             F0 BW0 F1 BW1 F2 BW2
         """
-        return self._with_frozen_fronts[num_stages] if num_stages else self
+        if num_stages == 0:
+            return self
+        if num_stages not in self._frozen_fronts:
+            forwards = tuple(
+                tuple(i for i in stage if i.operation == Operation.F) for stage in self.stages[:num_stages]
+            )
+            stages = forwards + self.stages[num_stages:]
+            self._frozen_fronts[num_stages] = Schedule.of_orders(stages, self.micro_batches, self.replicas)
+        return self._frozen_fronts[num_stages]
 
     @cached_property
-    def _with_frozen_fronts(self) -> tuple[Schedule, ...]:
-        # Entry n has n frozen stages. The last stage computes the loss, so it is never among them.
-        forwards = tuple(tuple(i for i in stage if i.operation == Operation.F) for stage in self.stages)
-        return tuple(replace(self, stages=forwards[:n] + self.stages[n:]) for n in range(self.num_stages))
+    def _frozen_fronts(self) -> dict[int, Schedule]:
+        return {}
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
@@ -189,7 +207,9 @@ def one_f_one_b(num_stages: int, micro_batches: int) -> Schedule:
 
     Source: Narayanan et al., PipeDream, SOSP 2019, in its synchronous form.
     """
-    return Schedule(tuple(stage_order(num_stages - s, micro_batches) for s in range(num_stages)), micro_batches)
+    return Schedule.of_orders(
+        tuple(stage_order(num_stages - s, micro_batches) for s in range(num_stages)), micro_batches
+    )
 
 
 def stage_order(depth: int, micro_batches: int, lag: int | None = None) -> tuple[Instruction, ...]:
@@ -251,7 +271,7 @@ def zero_bubble(num_stages: int, micro_batches: int, max_lag: tuple[int, ...] | 
     stages = [stage_order(num_stages - stage, micro_batches, lag) for stage, lag in enumerate(lags)]
     if not lags[0]:
         stages[0] = stage_order(num_stages, micro_batches)
-    return Schedule(tuple(stages), micro_batches)
+    return Schedule.of_orders(tuple(stages), micro_batches)
 
 
 def zero_bubble_lean(num_stages: int, micro_batches: int) -> Schedule:

@@ -129,7 +129,7 @@ def encoder_schedule(layout: Layout, micro_batches: int) -> Schedule:
     served = -(-behind * layout.num_replicas // encoder.num_replicas)
     own = -(-micro_batches * layout.num_replicas // encoder.num_replicas)
     depths = [served + encoder.num_stages - stage for stage in range(encoder.num_stages)]
-    return Schedule(tuple(stage_order(depth, own) for depth in depths), own)
+    return Schedule.of_orders(tuple(stage_order(depth, own) for depth in depths), own)
 
 
 @lru_cache(maxsize=64)
@@ -159,7 +159,7 @@ def unit_schedule(layout: Layout, micro_batches: int, schedule: ScheduleName) ->
         )
     behind = SCHEDULES[schedule](layout.num_stages - encoder.num_stages, micro_batches)
     replicas = tuple(layout.shape(stage)[0] for stage in range(layout.num_stages))
-    return Schedule(encoder.stages + behind.stages, micro_batches, replicas)
+    return Schedule.of_orders(encoder.stages + behind.stages, micro_batches, replicas)
 
 
 def schedule_of(layout: Layout, micro_batches: int, schedule: ScheduleName) -> Schedule:
@@ -201,8 +201,17 @@ def simulate_units(
             f"got {layout}"
         )
     border = partition.boundaries[encoder.num_stages]
-    times = unit_times(profile, loads, layout, border, links, encoder_links=encoder_links, recompute=recompute)
+    times = unit_times(
+        profile, [numbered(load)], layout, border, links, encoder_links=encoder_links, recompute=recompute
+    )
     return _run(profile, times, np.array(partition.boundaries), layout, schedule)
+
+
+def numbered(load: Load) -> Load:
+    """The micro-batches of a step, (replicas, micro-batches), in the order of their numbers."""
+    replicas, micro_batches = load.shape
+    numbers = np.arange(replicas * micro_batches)
+    return load[numbers % replicas, numbers // replicas]
 
 
 def unit_times(
@@ -217,7 +226,7 @@ def unit_times(
 ) -> StepTimes:
     """Seconds of every layer, where gradients of the layers before ``border`` are summed over the encoder's replicas.
 
-    Other arguments are those of `simulate_units`.
+    ``loads`` are `numbered`, one Load for each step; other arguments are those of `simulate_units`.
     """
     loads = tuple(loads)
     encoder, language = (
@@ -252,8 +261,8 @@ class UnitProblem(PartitionProblem):
 
     @classmethod
     def of(cls, profile: ModelProfile, times: StepTimes, layout: Layout, schedule: ScheduleName) -> UnitProblem:
-        """``times`` are those of `unit_times`, of the replicas of one step or of several steps."""
-        table = unit_schedule(layout, times.forward.shape[1], schedule)
+        """``times`` are those of `unit_times`, of one step or of several steps."""
+        table = unit_schedule(layout, times.forward.shape[1] // layout.num_replicas, schedule)
         return cls(profile, times, table, "overlap", layout, schedule)
 
     def evaluate(self, partitions: IntArray) -> FloatArray:
@@ -265,7 +274,7 @@ class UnitProblem(PartitionProblem):
         # A replica's stage waits until its first micro-batch has passed all layers before it, and computes all of its
         # micro-batches; under 1F1B the last one's gradient then passes all layers before it, too. In between, each
         # micro-batch passes all layers behind the stage, there and back: with few of them the stage waits for that.
-        times, size = numbered(self.times), len(self.profile.layers) + 1
+        times, size = self.times, len(self.profile.layers) + 1
         forward, back, weight = times.forward[0], times.backward[0], times.weight[0]
         seconds = {Operation.F: forward, Operation.BW: back + weight, Operation.B: back, Operation.W: weight}
         splits, result = any(self.schedule.pending_weights), np.zeros((self.num_stages, size, size))
@@ -300,16 +309,6 @@ class UnitProblem(PartitionProblem):
         found[: self.layout.encoder_stages, : border + 1, : border + 1] = 0
         found[self.layout.encoder_stages :, border:, border:] = 0
         return found
-
-
-def numbered(times: StepTimes) -> StepTimes:
-    """All micro-batches of a step in the order of their numbers, as if they were those of one replica."""
-    per_replica = ("forward", "backward", "weight", "split", "crossing", "gradient_crossing")
-    size = times.forward.shape[-1]
-    found = {
-        name: np.ascontiguousarray(getattr(times, name).swapaxes(0, 1)).reshape(1, -1, size) for name in per_replica
-    }
-    return times._replace(**found)
 
 
 class _Wired(NamedTuple):
@@ -347,8 +346,8 @@ def _wire(layout: Layout, micro_batches: int, schedule: ScheduleName, frozen: in
 def _run(
     profile: ModelProfile, times: StepTimes, boundaries: IntArray, layout: Layout, schedule: ScheduleName
 ) -> UnitSimulation:
-    """One step under `unit_times` of its replicas."""
-    frozen, times = int(frozen_stages(profile, boundaries)), numbered(times)
+    """One step under its `unit_times`."""
+    frozen = int(frozen_stages(profile, boundaries))
     micro_batches = times.forward.shape[1] // layout.num_replicas
     table, wiring, stages, replicas = _wire(layout, micro_batches, schedule, frozen)
     seconds = np.take(durations_of(times, 0, boundaries), stages, axis=2)

@@ -11,27 +11,19 @@ from math import isfinite
 
 import numpy as np
 
-from omnibal.cluster import Layout
 from omnibal.errors import InfeasibleError
 from omnibal.families.base import encoder_layers
-from omnibal.pipeline.optimize import Boundaries
 from omnibal.pipeline.schedule import ScheduleName
+from omnibal.plan import Plan
 from omnibal.planner.search import propose
 from omnibal.planner.step_model import SpreadModel, StepCosts, StepModel
 from omnibal.profile.records import LEVELS, Level
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PlacedStep:
-    """A layout with its cut and recompute levels, and what a step takes and holds."""
-
-    layout: Layout
-    schedule: ScheduleName
-    micro_batches: int
-    boundaries: Boundaries
-    """Of the whole model's layers; those of a spread encoder are counted with the first stage."""
-    recompute: tuple[Level, ...]
-    """The level of every layer of the model."""
+    plan: Plan
+    """Its layout, cut and recompute levels; layers of a spread encoder are counted with the first stage."""
     step_seconds: float
     """Mean over the steps of the packing."""
     recompute_seconds: float
@@ -63,16 +55,8 @@ def place(costs: StepCosts, schedule: ScheduleName, level: Level = "none") -> Pl
         budgets = costs.request.budgets(plan.layout)
         over = max(stage.total - budget for stage, budget in zip(held, budgets, strict=True))
         raise InfeasibleError("the spread encoder must fit beside the LLM's state", missing_bytes=over)
-    return PlacedStep(
-        layout=plan.layout,
-        schedule=plan.schedule,
-        micro_batches=plan.micro_batches,
-        boundaries=plan.partition.boundaries,
-        recompute=plan.recompute,
-        step_seconds=choice.step_seconds,
-        recompute_seconds=_recomputed(costs, plan.recompute),
-        peak_bytes=max(stage.total for stage in held),
-    )
+    peak = max(stage.total for stage in held)
+    return PlacedStep(plan, choice.step_seconds, _recomputed(costs, plan.recompute), peak)
 
 
 def _recomputed(costs: StepCosts, levels: tuple[Level, ...]) -> float:

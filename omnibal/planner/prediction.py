@@ -71,7 +71,6 @@ def _mean_between(sums: FloatArray, layers: range) -> float:
 
 
 def _short(value: float) -> float:
-    """The value with the digits that a plan file shows."""
     return float(f"{value:.6g}")
 
 
@@ -103,7 +102,6 @@ class Variant:
 
     @cached_property
     def load(self) -> Load:
-        """Every micro-batch, shape (steps, replicas, micro-batches)."""
         return Load.stack(Load.stack(step) for step in self.steps)
 
 

@@ -28,8 +28,6 @@ _STARTS = 4  # optima of the closed formula that local search starts from
 
 @dataclass(frozen=True)
 class Choice:
-    """A partition of one packing's step."""
-
     model: StepModel
     boundaries: Boundaries
     step_seconds: float
@@ -41,7 +39,6 @@ class Choice:
 
     @property
     def plan(self) -> Plan:
-        """The choice as a plan, without a prediction."""
         return self.model.plan(self.boundaries)
 
     @property
@@ -116,8 +113,6 @@ def _best(model: StepModel, seconds: dict[Boundaries, float]) -> Choice:
 
 @dataclass(frozen=True)
 class PlanResult:
-    """A plan and how it came about."""
-
     plan: Plan
     choice: Choice
     """The choice that the plan was made of: the first of ``tried``, unless trials on the engine preferred another."""
@@ -125,7 +120,6 @@ class PlanResult:
     """A choice for every packing and number of stages that fits, fastest per sample first."""
 
     def plan_of(self, choice: Choice) -> Plan:
-        """The plan of another choice of the same search."""
         return _plan(choice, self.plan.made_from)
 
 

@@ -23,7 +23,7 @@ from omnibal.pipeline.schedule import ScheduleName
 from omnibal.pipeline.simulate import mode_of
 from omnibal.pipeline.spread import share_of_step, split_profile
 from omnibal.pipeline.times import StepTimes, backward_of_layers, step_times, summed
-from omnibal.pipeline.units import UnitProblem, schedule_of, unit_times
+from omnibal.pipeline.units import UnitProblem, numbered, schedule_of, unit_times
 from omnibal.plan import Plan
 from omnibal.planner.packings import Packing, PlanRequest
 from omnibal.profile.records import LEVELS, Level, ModelProfile, every_layer
@@ -63,7 +63,8 @@ class StepCosts:
         """The times of each step; nothing recomputes."""
         # `average` counts the replicas of all steps as those of one: what depends on their number comes from a single
         # step.
-        first, count = self._times(self.packing.steps[0]), len(self.packing.steps)
+        count = len(self.packing.steps)
+        first = self._times(self._loads[: len(self._loads) // count])
         whole = {name: getattr(first, name) for name in ("reduce", "gather", "optimizer")}
         names = [name for name in first._fields if name not in whole]
         parts = zip(*(np.split(getattr(self.average, name), count) for name in names), strict=True)
@@ -71,7 +72,7 @@ class StepCosts:
 
     @cached_property
     def backward(self) -> FloatArray:
-        """Backward pass of every layer at each level, shape (levels, layers, steps × replicas, micro-batches)."""
+        """Backward pass of every layer at each level, shape (levels, layers, *shape of the loads)."""
         # A level that a layer does not offer has the seconds of "none"; `choose_levels` never takes it.
         load, count = Load.stack(self._loads), len(self.profile.layers)
         of_levels = [
@@ -84,8 +85,11 @@ class StepCosts:
         """What each level adds to a mean backward pass, shape (layers, levels)."""
         return recompute_seconds(self.profile, self.packing.all_loads)
 
-    @property
+    @cached_property
     def _loads(self) -> list[Load]:
+        """A Load per step and replica; of units one per step, with all micro-batches in the order of their numbers."""
+        if self.layout.has_units:
+            return [numbered(Load.stack(step)) for step in self.packing.steps]
         return [load for step in self.packing.steps for load in step]
 
     def _times(self, loads: Sequence[Load]) -> StepTimes:
@@ -132,7 +136,6 @@ class StepModel:
 
     @cached_property
     def fits(self) -> bool:
-        """Whether any partition fits."""
         try:
             least_maximum(self.recompute)
         except InfeasibleError:
@@ -152,7 +155,6 @@ class StepModel:
         return max(busy, fmean(problem.lower_bound_seconds for problem in self.steps))
 
     def with_budgets(self, budgets: tuple[int, ...]) -> StepModel:
-        """A model of this step whose devices may hold other numbers of bytes."""
         return StepModel(self.costs, self.schedule_name, budgets)
 
     def plan(self, boundaries: Boundaries) -> Plan:
@@ -276,16 +278,10 @@ class SpreadModel(StepModel):
         return SpreadModel(self._spread, self.schedule_name, budgets, level=self._level)
 
     def plan(self, boundaries: Boundaries) -> Plan:
-        border = len(self._of_encoder)
-        return Plan(
-            limits=self.packing.limits,
-            micro_batches=self.packing.micro_batches,
-            partition=Partition((0, *(border + boundary for boundary in boundaries[1:]))),
-            recompute=self._of_encoder + self.levels(boundaries),
-            schedule=self.schedule_name,
-            layout=self._spread.layout,
-            cluster=self.request.cluster,
-        )
+        border, behind = len(self._of_encoder), super().plan(boundaries)
+        partition = Partition((0, *(border + boundary for boundary in boundaries[1:])))
+        levels = self._of_encoder + behind.recompute
+        return replace(behind, partition=partition, recompute=levels, layout=self._spread.layout)
 
     def chosen_seconds(self, boundaries: Boundaries, seconds: float) -> float:
         if not np.isfinite(seconds) or self._over(boundaries) > 0:

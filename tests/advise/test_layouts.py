@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from omnibal.advise import estimate
+from omnibal.advise import estimate, layouts
 from omnibal.advise.estimate import Scenario
 from omnibal.advise.layout_ranking import LayoutRanking
 from omnibal.advise.layouts import EQUAL, KINDS, LayoutAnswer, WeighedLayout, Weighing, weigh_layouts
@@ -17,9 +17,28 @@ from omnibal.profile.counted import analytic_profile
 from tools.layouts.brute_force import Setting, compare
 
 MIX = tiled_lengths(4000, seed=1)
+LIMITS = {"MOST_TRIED": layouts.MOST_TRIED, "MOST_TIMES": layouts.MOST_TIMES}
+FEW = {"MOST_TRIED": 3, "MOST_TIMES": 1}
 
 
-def scenario(model="InternVL3-8B", cluster="8xA100-80GB", per_step=128, **more):
+@pytest.fixture(scope="module", autouse=True)
+def few_are_tried():
+    """What an answer is made of hardly depends on how many layouts are tried for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, most in FEW.items():
+            patch.setattr(layouts, name, most)
+        patch.setattr(estimate, "LEAST_SAMPLES", 64)
+        patch.setattr(estimate, "GROUPED", 1)
+        yield
+
+
+@pytest.fixture
+def as_many_as_ever(monkeypatch):
+    for name, most in LIMITS.items():
+        monkeypatch.setattr(layouts, name, most)
+
+
+def scenario(model="InternVL3-2B", cluster="4xA100-80GB", per_step=32, **more):
     machines = Cluster.parse(cluster)
     return Scenario(MIX, analytic_profile(Model.known(model).records, machines.device), machines, per_step, **more)
 
@@ -39,7 +58,7 @@ def refuse(encoder, language):
 @pytest.fixture(scope="module")
 def small():
     asked = scenario()
-    return asked, weigh_layouts(asked, counted("InternVL3-8B", asked))
+    return asked, weigh_layouts(asked, counted("InternVL3-2B", asked))
 
 
 def test_every_kind_is_weighed_on_the_same_samples(small):
@@ -71,7 +90,7 @@ def test_what_runs_today_is_told_from_what_can_only_be_weighed(small):
     assert runs <= {"zero", "rearranged", "pipeline", "tensor", "spread", "units"}
     for each in found.candidates:
         if each.kind in ("spread", "units"):
-            assert each.runs_today == (not each.step.layout.has_tensor_ranks)
+            assert each.runs_today == (not each.plan.layout.has_tensor_ranks)
     assert found.winner_today.runs_today
 
 
@@ -88,7 +107,7 @@ def test_of_equally_fast_layouts_the_simplest_wins():
     assert far.winner.kind == "pipeline"
     for kind in ("spread", "units"):
         of_degree = {has: SimpleNamespace(layout=SimpleNamespace(has_tensor_ranks=has)) for has in (True, False)}
-        shared, whole = (replace(candidate(kind, 11), step=of_degree[has]) for has in (True, False))
+        shared, whole = (replace(candidate(kind, 11), plan=of_degree[has]) for has in (True, False))
         assert LayoutAnswer((shared,), {"zero": 5}).winner_today is None
         assert LayoutAnswer((shared, whole), {}).winner_today == whole
 
@@ -100,9 +119,9 @@ def test_costs_of_one_device_leave_tensor_ranks_out():
 
 
 def test_degrees_that_do_not_divide_a_width_are_named():
-    asked = scenario("Qwen2.5-VL-7B")
+    asked = scenario("Qwen2.5-VL-7B", "8xA100-80GB", 16)
     found = weigh_layouts(asked, counted("Qwen2.5-VL-7B", asked), kinds=("tensor",))
-    assert found.candidates[0].step.layout.num_tensor in (2, 4)
+    assert found.candidates[0].plan.layout.num_tensor in (2, 4)
     assert any("must divide the intermediate 3420 of vision_block.0, got 8" in reason for reason in found.refused)
 
 
@@ -132,17 +151,17 @@ def test_what_fits_nowhere_says_what_is_missing():
 
 
 def test_pipelines_have_the_stages_that_are_asked_for():
-    asked = scenario("InternVL3-2B", "8xA100-80GB", 64)
+    asked = scenario(cluster="8xA100-80GB")
     kinds = ("pipeline", "tensor", "spread", "units")
     found = weigh_layouts(asked, counted("InternVL3-2B", asked), kinds=kinds, num_stages=4)
-    assert {each.kind: each.step.layout.num_stages for each in found.candidates} == dict.fromkeys(kinds, 4)
+    assert {each.kind: each.plan.layout.num_stages for each in found.candidates} == dict.fromkeys(kinds, 4)
     assert found.refused[-1] == "pipelines of other than the 4 stages that omnibal.pipeline.num_stages says"
 
 
 def test_more_memory_never_makes_a_layout_slower():
     rates = []
     for memory in (40e9, 80e9):
-        asked = scenario(per_step=64)
+        asked = scenario("InternVL3-8B", "8xA100-80GB", 32)
         asked = replace(asked, cluster=replace(asked.cluster, memory_bytes=memory))
         rates.append(weigh_layouts(asked, refuse, kinds=("pipeline",)).candidates[0].samples_per_second)
     assert rates[0] <= rates[1] * 1.001
@@ -160,6 +179,7 @@ def test_a_head_larger_than_other_layers_does_not_make_units_of_several_stages_l
         assert found.seconds <= 1.05 * min(step.step_seconds for step in placed), str(found.layout)
 
 
+@pytest.mark.usefixtures("as_many_as_ever")
 def test_few_micro_batches_do_not_hide_a_pipeline_whose_bubble_is_filled():
     # Two micro-batches of two stages are fastest; with 1F1B's bubble the formula ranks them behind others' steps.
     asked = scenario("InternVL3-2B", "2x4xA100-80GB", 16)
@@ -170,17 +190,17 @@ def test_few_micro_batches_do_not_hide_a_pipeline_whose_bubble_is_filled():
     assert fastest.step_seconds == min(step.step_seconds for step in placed)
 
 
-@pytest.mark.parametrize(("seed", "kinds"), [(36, ("pipeline", "tensor", "spread")), (104, ("units",))])
-def test_the_ranking_misses_little_of_what_all_layouts_would_do(seed, kinds, monkeypatch):
-    monkeypatch.setattr(estimate, "LEAST_SAMPLES", 64)
-    lost = compare(Setting.drawn(seed), kinds)
-    assert set(lost) == set(kinds) and max(lost.values()) <= 0.02, lost
+def test_the_ranking_misses_little_of_what_all_layouts_would_do(monkeypatch):
+    monkeypatch.setattr(layouts, "MOST_TRIED", 10)
+    machines = replace(Cluster.parse("2x2xA100-40GB"), node_bytes_per_second=12e9)
+    lost = compare(Setting("InternVL3-1B", machines, 2, "frozen ViT", seed=0))
+    assert set(lost) == set(KINDS) - {"zero", "rearranged"} and max(lost.values()) <= 0.02, lost
 
 
 def test_text_alone_leaves_nothing_to_units():
     asked = scenario()
     asked = replace(asked, lengths=SampleLengths(np.zeros(500, dtype=int), np.arange(500, 1000)))
-    found = weigh_layouts(asked, counted("InternVL3-8B", asked), kinds=("zero", "spread", "units"))
+    found = weigh_layouts(asked, counted("InternVL3-2B", asked), kinds=("zero", "spread", "units"))
     assert [each.kind for each in found.candidates if each.kind == "units"] == []
     assert found.missing_bytes == {"units": 0}
 
@@ -188,4 +208,4 @@ def test_text_alone_leaves_nothing_to_units():
 def test_one_stage_on_one_device_is_no_pipeline():
     asked = scenario("InternVL3-1B", "2xA100-80GB", 16)
     found = weigh_layouts(asked, refuse, kinds=("pipeline", "spread"))
-    assert {each.step.layout.num_stages for each in found.candidates} == {2}
+    assert {each.plan.layout.num_stages for each in found.candidates} == {2}

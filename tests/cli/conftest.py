@@ -5,6 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from omnibal import vlm
+from omnibal.advise import estimate, layouts
 from omnibal.cli.main import app
 from omnibal.data.synthetic import INTERNVL_MIX, tiled_lengths
 from omnibal.demo import write_demo
@@ -87,9 +88,13 @@ def ds_config(demo, tmp_path):
 
 @pytest.fixture
 def few_steps(monkeypatch):
-    """Plans are judged by a few steps."""
+    """Plans and layouts are judged by a few steps, and few layouts are tried."""
     monkeypatch.setattr(packings, "SIMULATED", 16)
     monkeypatch.setattr(packings, "FEWEST_SIMULATED", 2)
+    monkeypatch.setattr(estimate, "LEAST_SAMPLES", 64)
+    monkeypatch.setattr(estimate, "GROUPED", 1)
+    monkeypatch.setattr(layouts, "MOST_TRIED", 3)
+    monkeypatch.setattr(layouts, "MOST_TIMES", 1)
 
 
 def cluster_of(num_devices, *, gigabytes=1.0, memory=80.0, **changes):

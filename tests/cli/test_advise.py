@@ -100,6 +100,7 @@ def test_json_and_the_page_say_the_same(omnibal, lengths, tmp_path):
     assert "data:image/png" in page
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_layouts_are_one_table_behind_todays_answer(omnibal, lengths, tmp_path):
     options = ("--model", "InternVL3-1B", "--cluster", "2xA100-80GB", "--batch", 4, "--accumulation", 2, "--layouts")
     record = json.loads(omnibal("advise", lengths, *options, "--plot", tmp_path / "all.html", "--json").stdout)
@@ -121,6 +122,7 @@ def test_layouts_are_one_table_behind_todays_answer(omnibal, lengths, tmp_path):
     assert (tmp_path / "all.png").stat().st_size > 10_000
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_layouts_are_weighed_where_todays_recipe_could_not_run(omnibal, lengths):
     options = ("--model", "InternVL3-1B", "--cluster", "2xA100-80GB", "--batch", 64, "--accumulation", 1, "--layouts")
     layouts = json.loads(omnibal("advise", lengths, *options, "--no-recompute", "--json").stdout)["layouts"]

@@ -5,22 +5,15 @@ import json
 import numpy as np
 import pytest
 
-from omnibal.advise import estimate
 from omnibal.advise.layouts import KINDS
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.profile.records import ModelProfile
 from tests.cli.conftest import cluster_of
 
+pytestmark = pytest.mark.usefixtures("few_steps")
 CLUSTER = "2xA100-80GB"
 MEASURED = "tensor ranks must have costs that are counted of the model, got costs of one device"
-
-
-@pytest.fixture(autouse=True)
-def few_steps(few_steps, monkeypatch):
-    """Layouts are judged by a few steps, too."""
-    monkeypatch.setattr(estimate, "LEAST_SAMPLES", 64)
-    monkeypatch.setattr(estimate, "GROUPED", 1)
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,10 @@ import numpy as np
 import pytest
 from deepspeed.runtime.pipe.schedule import TrainSchedule
 
+from omnibal.cluster import Encoder, Layout
 from omnibal.errors import ConfigError
-from omnibal.pipeline.schedule import Operation, Schedule, one_f_one_b, zero_bubble, zero_bubble_lean
+from omnibal.pipeline.schedule import SCHEDULES, Operation, Schedule, one_f_one_b, zero_bubble, zero_bubble_lean
+from omnibal.pipeline.units import unit_schedule
 from tests.pipeline.oracles import schedule_of
 
 DEEPSPEED_NAMES = {
@@ -104,6 +106,14 @@ def test_counts_of_a_split_backward_are_read_off_the_table():
 def test_tables_that_do_not_run_every_micro_batch_once_are_refused(text, message):
     with pytest.raises(ConfigError, match=message):
         schedule_of(text)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_that_are_made_pass_the_check_of_given_ones(name):
+    made = [SCHEDULES[name](stages, micro_batches) for stages in (1, 2, 5) for micro_batches in (1, 3, 8)]
+    made += [unit_schedule(Layout(3, 2, encoder=Encoder(1, replicas)), 4, name) for replicas in (1, 2, 4)]
+    for schedule in [*made, *(each.with_frozen_front(each.num_stages - 1) for each in made)]:
+        assert Schedule(schedule.stages, schedule.micro_batches, schedule.replicas) == schedule
 
 
 def test_micro_batches_out_of_range_are_refused():

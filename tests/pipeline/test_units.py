@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from omnibal.cluster import Encoder, Layout, Links
+from omnibal.cost import Load
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import Operation, Schedule, one_f_one_b, zero_bubble
 from omnibal.pipeline.simulate import simulate, simulate_step
-from omnibal.pipeline.units import UnitProblem, encoder_schedule, simulate_units, unit_schedule, unit_times
+from omnibal.pipeline.units import UnitProblem, encoder_schedule, numbered, simulate_units, unit_schedule, unit_times
 from tests.pipeline.profiles import fixed_profile
 from tests.pipeline.random_problems import random_arguments
 from tests.pipeline.test_simulate_step import packs
@@ -156,5 +157,6 @@ def test_the_bound_is_what_a_step_takes_where_packs_are_few(replicas, encoder_re
     profile = replace(profile, layers=(replace(profile.layers[0], module="vision"), *profile.layers[1:]))
     layout, loads = units(3, replicas, encoder_replicas), packs(micro_batches, replicas)
     found = simulate_units(profile, Partition((0, 1, 2, 3)), loads, layout, FREE)
-    bound = UnitProblem.of(profile, unit_times(profile, loads, layout, 1, FREE), layout, "1f1b").lower_bound_seconds
+    times = unit_times(profile, [numbered(Load.stack(loads))], layout, 1, FREE)
+    bound = UnitProblem.of(profile, times, layout, "1f1b").lower_bound_seconds
     assert 0.93 * found.step_seconds <= bound <= found.step_seconds * (1 + 1e-12)

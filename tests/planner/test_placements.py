@@ -66,7 +66,7 @@ def test_a_spread_encoder_before_one_stage_is_data_parallelism(profile):
     layout, packing = Layout(1, 8), even(8, 2)
     found = placed(profile, packing, spread(layout), request(free), "1f1b", "none")
     whole = simulate_step(
-        profile, Partition((0, len(profile.layers))), packing.steps[0], Links(np.inf), recompute=found.recompute
+        profile, Partition((0, len(profile.layers))), packing.steps[0], Links(np.inf), recompute=found.plan.recompute
     )
     assert found.step_seconds == pytest.approx(whole.step_seconds, rel=1e-9)
 
@@ -77,8 +77,11 @@ def test_a_spread_encoder_without_work_leaves_the_llms_pipeline():
     alone = placed(split_profile(idle)[1], text, layout, request(), "1f1b")
     found = placed(idle, text, spread(layout), request(), "1f1b", "none")
     border = encoder_layers(idle.layers)
-    assert found.boundaries == (0, *(border + boundary for boundary in alone.boundaries[1:]))
-    assert found.recompute[border:] == alone.recompute
+    assert found.plan.partition.boundaries == (
+        0,
+        *(border + boundary for boundary in alone.plan.partition.boundaries[1:]),
+    )
+    assert found.plan.recompute[border:] == alone.plan.recompute
     # The numbers of tokens, which a pipeline passes on beside hidden states, are counted as features.
     assert found.step_seconds == pytest.approx(alone.step_seconds, rel=1e-5)
 
@@ -86,10 +89,10 @@ def test_a_spread_encoder_without_work_leaves_the_llms_pipeline():
 def test_units_of_equal_replicas_are_the_pipeline_with_the_same_cut():
     layout = Layout(4, 2, encoder=Encoder(1, 2))
     units = placed(PROFILE, even(2, 8), layout, request(), "1f1b")
-    assert units.boundaries[1] == encoder_layers(PROFILE.layers)
+    assert units.plan.partition.boundaries[1] == encoder_layers(PROFILE.layers)
     pipeline = simulate_step(
-        PROFILE, Partition(units.boundaries), even(2, 8).steps[0], CLUSTER.links_of(Layout(4, 2)),
-        recompute=units.recompute, mode="overlap",
+        PROFILE, units.plan.partition, even(2, 8).steps[0], CLUSTER.links_of(Layout(4, 2)),
+        recompute=units.plan.recompute, mode="overlap",
     )  # fmt: skip
     assert units.step_seconds == pytest.approx(pipeline.step_seconds, rel=1e-9)
 
@@ -99,7 +102,7 @@ def test_an_encoder_on_all_devices_works_faster_than_on_one_stage():
     found = placed(PROFILE, heavy, spread(Layout(4, 2)), request(), "1f1b", "full")
     alone = placed(PROFILE, heavy, Layout(4, 2, encoder=Encoder(1, 2)), request(), "1f1b")
     assert found.step_seconds < 0.7 * alone.step_seconds
-    assert len(found.boundaries) == 5 and len(found.recompute) == len(PROFILE.layers)
+    assert len(found.plan.partition.boundaries) == 5 and len(found.plan.recompute) == len(PROFILE.layers)
 
 
 def test_an_encoder_that_keeps_its_activations_holds_more_and_takes_less():
@@ -114,8 +117,8 @@ def test_an_encoder_that_keeps_its_activations_holds_more_and_takes_less():
 def test_the_pipeline_is_what_the_planner_proposes():
     found = placed(PROFILE, even(2, 8), Layout(4, 2), request(), "zero-bubble")
     plan_step = simulate_step(
-        PROFILE, Partition(found.boundaries), even(2, 8).steps[0], CLUSTER.links_of(Layout(4, 2)),
-        recompute=found.recompute, schedule=zero_bubble(4, 8),
+        PROFILE, found.plan.partition, even(2, 8).steps[0], CLUSTER.links_of(Layout(4, 2)),
+        recompute=found.plan.recompute, schedule=zero_bubble(4, 8),
     )  # fmt: skip
     assert found.step_seconds == pytest.approx(plan_step.step_seconds)
 
@@ -183,7 +186,7 @@ HAND_PIXELS, HAND_FEATURES = 6 * 100 * 3 / 4 / 2, 6 * 4 * 3 / 4 / 2
 )
 def test_the_seconds_of_a_spread_step_by_hand(level, trained, seconds):
     _, found = by_hand(level, trained=trained)
-    assert found.boundaries == (0, 2, 3)
+    assert found.plan.partition.boundaries == (0, 2, 3)
     assert found.step_seconds == pytest.approx(seconds, rel=1e-9)
     assert found.recompute_seconds == pytest.approx(12 if level == "full" else 0, rel=1e-9)
 
@@ -200,7 +203,7 @@ def test_the_memory_of_a_spread_step_by_hand(level, trained):
     features = (1 + trained) * 3 * 8 - 2 * 5
     language = split_profile(profile)[1]
     stages = Footprint(language, Load(2, 10), one_f_one_b(2, 3), Layout(2, 2, precision="float32"), 7).stages(
-        Partition((0, 1, 2)), found.recompute[1:]
+        Partition((0, 1, 2)), found.plan.recompute[1:]
     )
     first = beside + features + stages[0].total
     # Before and behind the pipeline a device holds the LLM's state, and what the encoder's passes take beside.
@@ -216,7 +219,7 @@ def test_a_plan_of_a_spread_encoder_takes_and_holds_what_was_placed(profile, tmp
     packing, layout = even(4, 4, units=16), spread(Layout(2, 4))
     found = placed(profile, packing, layout, request(), "zero-bubble", "none")
     plan = Plan(
-        packing.limits, 4, Partition(found.boundaries), found.recompute, schedule="zero-bubble", layout=layout,
+        packing.limits, 4, found.plan.partition, found.plan.recompute, schedule="zero-bubble", layout=layout,
         cluster=CLUSTER,
     )  # fmt: skip
     plan = replace(plan, predicted=predict(profile, plan, packing))

@@ -19,6 +19,7 @@ from omnibal.advise.models import Model, adapted_profile
 from omnibal.cluster import Cluster, Encoder, Layout
 from omnibal.data.synthetic import patch_lengths, tiled_lengths
 from omnibal.errors import ConfigError, InfeasibleError
+from omnibal.planner.placements import PlacedStep
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
 from tools.bench import line
@@ -129,8 +130,16 @@ def fastest(weighing: Weighing, kind: PipelineKind) -> tuple[float, str, int]:
         count += 1
         for step in weighing.placed(each, []):
             if step.step_seconds < best:
-                best, name = step.step_seconds, f"{step.layout}, {step.micro_batches} micro-batches, {step.schedule}"
+                best, name = (
+                    step.step_seconds,
+                    f"{step.plan.layout}, {step.plan.micro_batches} micro-batches, {step.plan.schedule}",
+                )
     return best, name, count
+
+
+def _in_words(step: PlacedStep) -> str:
+    plan = step.plan
+    return f"{plan.layout}, {plan.schedule}, {plan.micro_batches} micro-batches"
 
 
 def _by_formula(ranking: LayoutRanking, kind: PipelineKind) -> list[tuple[float, RankedLayout]]:
@@ -154,7 +163,7 @@ def compare(setting: Setting, kinds: Iterable[PipelineKind] = KINDS) -> dict[Kin
         if found:
             step = found[0][0]
             lost[kind] = step.step_seconds / best - 1
-            words = f"{step.layout}, {step.schedule}, {step.micro_batches}"
+            words = _in_words(step)
         elif best < np.inf:
             lost[kind], words = np.inf, "none"
         if kind in lost:
