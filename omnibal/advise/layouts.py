@@ -199,9 +199,10 @@ class Weighing:
         """Steps of a layout on the first draw, under each schedule with which it fits."""
         layout, costs, found = ranked.layout, self._costs(ranked, 1), list[PlacedStep]()
         self.report(f"simulating {layout}, {ranked.micro_batches} micro-batches")
-        own = 0 if layout.encoder is None else layout.encoder.num_stages
-        # A single stage has no bubble that another schedule could fill.
-        for schedule in schedules if layout.num_stages - own > 1 else {"1f1b"} & set(schedules):
+        has_bubble = layout.num_stages - layout.encoder_stages > 1  # that another schedule than 1F1B could fill
+        for schedule in schedules:
+            if schedule != "1f1b" and not has_bubble:
+                continue
             try:
                 found.append(place(costs, schedule, ranked.level))
             except InfeasibleError as lacking:
