@@ -78,7 +78,6 @@ class Batches:
 
     @property
     def largest(self) -> PackLimits:
-        """The most that any of them holds."""
         most = self.loads.max()
         return PackLimits(int(most.vision_units), max(int(most.llm_tokens), 1))
 
@@ -217,5 +216,4 @@ def _longest_first(seconds: FloatArray, num_packs: int) -> tuple[Indices, FloatA
 
 
 def _sums(sizes: FloatArray, pack: Indices, num_packs: int) -> Any:
-    """What each pack holds, shape (packs, columns)."""
     return np.stack([np.bincount(pack, weights=column, minlength=num_packs) for column in sizes.T], axis=1)

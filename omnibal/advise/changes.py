@@ -72,7 +72,6 @@ class TriedChange:
 
     @property
     def brings(self) -> bool:
-        """Whether it brings more than the estimate's error."""
         return self.gain is not None and self.gain.brings
 
     @property
@@ -84,9 +83,7 @@ class TriedChange:
 class Advice:
     today: Estimate
     settled: Estimate
-    """Today with those settings of the trainer that bring something."""
     changes: tuple[TriedChange, ...]
-    """All that were tried, in their order."""
     after: Estimate
     """With all changes that bring something, but for a pipeline; packs of ours are part of it where all that the
     drop-in makes together brings something on top of settings."""
@@ -105,7 +102,6 @@ class Advice:
 
     @property
     def settings(self) -> Speedup:
-        """What settings alone bring."""
         count = sum(change.is_setting for change in self.adopted)
         return Speedup() if self.settled is self.today else Speedup.of(self.today, self.settled, changes=count)
 

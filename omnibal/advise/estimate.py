@@ -59,7 +59,6 @@ class Scenario:
     """What all recipes are estimated for: data, model, machines and the samples of a step."""
 
     lengths: SampleLengths
-    """Lengths of the samples, or of a part of them drawn at random."""
     profile: ModelProfile
     cluster: Cluster
     """Every device is a rank."""
@@ -153,18 +152,15 @@ class Estimate:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Shares of the devices' time by cause; they add up to 1."""
         spent = self.spent.mean(axis=0)
         return dict(zip(self.scenario.causes, (spent / spent.sum()).tolist(), strict=True))
 
     @property
     def samples_per_step(self) -> float:
-        """Mean number of samples of all ranks in a step."""
         return float(np.mean([batches.samples_per_step for batches in self.batches]))
 
     @property
     def limits(self) -> PackLimits:
-        """The most vision units and tokens of any micro-batch."""
         largest = [batches.largest for batches in self.batches]
         return PackLimits(max(most.vision_units for most in largest), max(most.llm_tokens for most in largest))
 

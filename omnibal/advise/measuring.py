@@ -70,8 +70,6 @@ def estimated_tokens(text: str) -> int:
 
 @dataclass(frozen=True)
 class MeasuredLengths:
-    """Lengths of the data or of a part of it."""
-
     lengths: SampleLengths
     said: str  # where the lengths come from, in words
     is_whole: bool = False  # whether every sample was counted before
@@ -158,8 +156,6 @@ def _measured_before(data: Sequence[Path], model: Model) -> MeasuredLengths:
 
 @dataclass(frozen=True)
 class DrawnLengths:
-    """What a few samples hold."""
-
     lengths: SampleLengths  # of the samples that could be measured
     problems: tuple[str, ...]  # one for each sample that could not be measured
     text_tokens: float  # mean tokens of a sample that are text

@@ -154,29 +154,23 @@ USUAL: Final = TrainingPrecision()
 
 @dataclass(frozen=True)
 class RankMemory:
-    """How much a rank holds; every device of the cluster is a rank."""
-
     profile: ModelProfile
     sharding: Sharding
     cluster: Cluster
     recompute: Level
     target_rows: bool = False
-    """Whether the head works on the rows that predict a target alone."""
     offloaded: tuple[str, ...] = ()
     """What the host's memory holds, as far as ranks share it: "optimizer" (gradients with it, which DeepSpeed updates
     there), "parameters"."""
     precision: TrainingPrecision = USUAL
     hpz: int = 1
-    """Ranks that keep a second copy of all weights together, under ZeRO 3."""
 
     @cached_property
     def held(self) -> ModelProfile:
-        """The profile with the bytes of the precision."""
         return self.precision.applied(self.profile, self.sharding)
 
     @property
     def budget_bytes(self) -> int:
-        """What the smallest device has."""
         return self.cluster.stage_memory_bytes(Layout(num_replicas=self.cluster.num_devices))[0]
 
     @property
@@ -201,7 +195,6 @@ class RankMemory:
 
     @property
     def update_bytes(self) -> float:
-        """What an update needs beyond the state."""
         if "optimizer" in self.offloaded and "optimizer_bytes" in SHARED[self.sharding]:
             return 0.0
         return self.precision.copied_bytes(self.profile, self.sharding, self.cluster.num_devices)

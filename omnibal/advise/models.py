@@ -40,7 +40,6 @@ class Model:
 
     @property
     def records(self) -> tuple[LayerRecord, ...]:
-        """The model's layers."""
         return layer_records(self.config)
 
     @property
@@ -119,8 +118,6 @@ class Model:
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model as somebody names it."""
-
     model: Model
     folder: Path | None = None
     """The Hugging Face folder; None where a known name is all there is."""
@@ -307,8 +304,6 @@ def _usual_videos(config: Config) -> Config:
 
 
 class LanguageModel(NamedTuple):
-    """The sizes of a decoder-only language model, under the names of its configuration."""
-
     model_type: str
     hidden_size: int
     num_hidden_layers: int

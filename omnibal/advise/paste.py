@@ -38,12 +38,10 @@ class HostSyntax:
     """How settings are written where something trains."""
 
     packs: tuple[str, ...]
-    """What makes packs."""
     accumulation: str
     batch: str
     checkpointing_off: str
     batchings: dict[Batching, str]
-    """Ways to bring samples together without packs of ours."""
     stream_packs: tuple[str, ...] = (
         "from omnibal import PackLimits",
         "from omnibal.integrations.loops import pack_loss",
