@@ -74,7 +74,6 @@ class Scenario:
     """Tokens of the trainer's own packs, where ``offered`` has them."""
     precision: TrainingPrecision = USUAL
     _batches: dict[Recipe, tuple[Batches, ...]] = field(default_factory=dict)
-    _estimates: dict[Recipe, "Estimate"] = field(default_factory=dict)
 
     @cached_property
     def draws(self) -> tuple[Samples, ...]:
@@ -129,9 +128,7 @@ class Scenario:
         like = replace(recipe, sharding="zero3", recompute="full", offloaded=())
         if like not in self._batches:
             self._batches[like] = tuple(self.batches(like, draw) for draw in range(DRAWS))
-        if recipe not in self._estimates:
-            self._estimates[recipe] = Estimate(self, recipe, self._batches[like])
-        return self._estimates[recipe]
+        return Estimate(self, recipe, self._batches[like])
 
 
 @dataclass(frozen=True, eq=False)

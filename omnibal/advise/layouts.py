@@ -152,6 +152,7 @@ class Weighing:
     ranking: LayoutRanking
     report: Callable[[str], object]
     _batches: dict[tuple[int, int], list[Batches]] = field(default_factory=dict)
+    _estimates: dict[Recipe, Estimate] = field(default_factory=dict)
 
     def best(self, kind: Kind) -> WeighedLayout | int:
         if kind == "zero" or kind == "rearranged":  # noqa: PLR1714  (mypy narrows the literal so)
@@ -245,7 +246,7 @@ class Weighing:
             SHARDINGS[1:] if rearranged else SHARDINGS, self.ranking.micro_batches(Layout(1, self._cluster.num_devices))
         ):
             recipe = Recipe(sharding, "even", micro_batches=micro_batches, target_rows=self.scenario.spares_rows)
-            kept, again = (self.scenario.estimate(replace(recipe, recompute=level)) for level in LEVELS_TRIED)
+            kept, again = (self._estimate(replace(recipe, recompute=level)) for level in LEVELS_TRIED)
             if again.missing_bytes > 0:
                 missing.append(again.missing_bytes)
                 continue
@@ -255,6 +256,11 @@ class Weighing:
         if found:
             return max(found, key=lambda each: each.samples_per_second)
         return min(missing, default=0)
+
+    def _estimate(self, recipe: Recipe) -> Estimate:
+        if recipe not in self._estimates:
+            self._estimates[recipe] = self.scenario.estimate(recipe)
+        return self._estimates[recipe]
 
     def _shared(self, kept: Estimate, again: Estimate, share: float, *, rearranged: bool) -> WeighedLayout:
         """Data parallelism where a share of the layers recomputes."""

@@ -38,6 +38,7 @@ LENGTHS: dict[str, Callable[[], SampleLengths]] = {
     "internvl3-8b-8gpu": in_twelve_tiles,
     "qwen2.5-vl-7b-8gpu": lambda: patch_lengths(SAMPLES, seed=1),
     "qwen2.5-vl-7b-spread-8gpu": lambda: patch_lengths(SAMPLES, seed=1),
+    "qwen2.5-vl-7b-units-8gpu": lambda: patch_lengths(SAMPLES, seed=1),
     "qwen3-vl-8b-8gpu": lambda: patch_lengths(SAMPLES, seed=1),
     "llava-1.5-7b-lora-2gpu": llava_lengths,
 }
