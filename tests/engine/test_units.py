@@ -52,8 +52,6 @@ CASES = {
     4: {
         "3 for 1": (units((0, 5, 10), EMPTY_ONE, 3), EXACT),
         "3 for 1, ZeRO 1": (units((0, 4, 10), EMPTY_ONE, 3, zero_stage=1, schedule="1f1b"), EXACT),
-        "2 for 1 of two stages": (units((0, 5, 7, 10), EMPTY_ONE, 2), EXACT),
-        "2 for 1 of two stages, ZeRO 1": (units((0, 5, 7, 10), ONE, 2, zero_stage=1, schedule="1f1b"), EXACT),
     },
     5: {
         "1 for 2 of two stages": (units((0, 5, 7, 10), EMPTY_TWO, 1), EXACT),
