@@ -21,7 +21,7 @@ from omnibal.ranks import gather, run_on_all_ranks
 from omnibal.vlm.attention import sample_lengths
 from omnibal.vlm.backward import run_layer
 from omnibal.vlm.payload import PackCounts, Payload, note_counts
-from omnibal.vlm.tensor import TensorGroup, share_layer
+from omnibal.vlm.tensor import COUNTED, TensorGroup, share_layer
 from omnibal.vlm.weights import load_layer
 
 PLACEHOLDER: Final = "placeholder"  # in place of a name on disk
@@ -59,9 +59,10 @@ class VlmPipelineModule(PipelineModule):
         self.frozen_stages = min(stage for stage, trains in stages if trains)
         self.placeholders = nn.ParameterList()
         self.dtype = resolved.dtype
-        # Every stage needs a parameter to train that is not the copy of an earlier stage's: PipelineEngine asserts that
-        # there is an optimizer, and BF16_Optimizer cannot take the norm of no gradient, which leaves copies out.
-        if not any(p.requires_grad and not getattr(p, PIPE_REPLICATED, False) for p in self.parameters()):
+        # Every rank needs a parameter to train that counts in the gradient norm: PipelineEngine asserts that it has an
+        # optimizer, and BF16_Optimizer cannot take the norm of no gradient. It leaves out copies of an earlier stage's
+        # parameters, and on all tensor ranks but the first what is whole on each of them.
+        if not any(p.requires_grad and self._is_counted(p) for p in self.parameters()):
             self._add_placeholder()
         # The engine sets these: of the pack that forward gets next, counts (if they are known) and, on the last stage,
         # targets_of its labels; and once what is called with a layer's number among numbered_layers and hidden states
@@ -92,8 +93,13 @@ class VlmPipelineModule(PipelineModule):
         with torch.no_grad():
             super()._synchronize_tied_weights()
 
+    def _is_counted(self, parameter: nn.Parameter) -> bool:
+        is_own: bool = self.ranks.rank == 0 or getattr(parameter, COUNTED, False)
+        return is_own and not getattr(parameter, PIPE_REPLICATED, False)
+
     def _add_placeholder(self) -> nn.Parameter:
         placeholder = nn.Parameter(torch.zeros(1, dtype=self.dtype))
+        setattr(placeholder, COUNTED, True)  # on each tensor rank: its gradient is zero
         self.placeholders.append(placeholder)
         return placeholder
 

@@ -6,7 +6,6 @@ import resource
 import shutil
 import signal
 from contextlib import contextmanager, nullcontext
-from copy import copy
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -138,10 +137,8 @@ def _first_step(case):
     captured = {}
     own = {"on_gradient": lambda name, gradient: captured.update({name: gradient.clone()})}
     engine = engine_of(replace(case, own=own))
-    # Units also evaluate before they train: the same packs, and so the same loss.
-    evaluated = engine.evaluate(copy(engine.loader)).loss if engine.resolved.layout.has_units else None
     loss = engine.train_batch().item()
-    return {"loss": loss, "evaluated": evaluated, "gradients": captured, "samples": engine.global_samples}
+    return {"loss": loss, "gradients": captured, "samples": engine.global_samples}
 
 
 def several_steps(cases):

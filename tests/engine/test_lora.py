@@ -1,6 +1,5 @@
 """LoRA on the pipeline trains what peft trains on plain transformers, and exports what both can load."""
 
-import warnings
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from omnibal.config import LoraSection
 from omnibal.engine.checkpoint import export
 from omnibal.errors import ConfigError
 from omnibal.vlm import load_model
-from omnibal.vlm.lora import is_adapter
 from omnibal.vlm.tensor import part_of
 from tests.engine.adapted import change
 from tests.engine.launch import launch
@@ -25,7 +23,7 @@ from tests.vlm.families import (
     plain_family_model,
     tied_config,
 )
-from tests.vlm.lora import initial_adapters
+from tests.vlm.lora import adapted_model, named_in, theirs
 from tests.vlm.tensor import slices_of
 
 peft = pytest.importorskip("peft")
@@ -97,18 +95,7 @@ def peft_model(case):
     """Peft's model on plain transformers, with our initial adapters; and our model."""
     model = load_model(case.model, LoraSection(**case.lora), case.frozen)
     plain = AutoModelForImageTextToText.from_pretrained(case.model, attn_implementation="sdpa", dtype=torch.float32)
-    with warnings.catch_warnings(action="ignore"):  # that an embedding is tied
-        adapted = peft.get_peft_model(plain, model.adapters)
-    named = named_in(adapted)
-    with torch.no_grad():
-        for name, weight in initial_adapters(model).items():
-            named[name].copy_(weight)
-    return adapted, model
-
-
-def named_in(adapted):
-    """The parameters of peft's model, by their names without that of the set of adapters."""
-    return {name.replace(".default", ""): parameter for name, parameter in adapted.named_parameters()}
+    return adapted_model(plain, model), model
 
 
 def plain_steps(adapted, model, samples):
@@ -169,17 +156,6 @@ def own_part(model, case, rank):
     """From a weight's name on disk and the whole weight to what a rank holds of it."""
     slices = slices_of(model, case.num_tensor, rank)
     return lambda name, whole: part_of(whole, slices[name]) if name in slices else whole
-
-
-def theirs(model, name):
-    """The name in peft's model of a weight that is trained, by its name on disk."""
-    if is_adapter(name):
-        return name
-    paths = [path for index in range(len(model.records)) for path in model.paths(index).values()]
-    path = next(path for path in paths if model.disk_name(path) == name)
-    owner = path.rpartition(".")[0]
-    saved = max((part for part in model.adapters.modules_to_save if f"{owner}.".startswith(f"{part}.")), key=len)
-    return f"base_model.model.{saved}.modules_to_save{path.removeprefix(saved)}"
 
 
 @pytest.mark.parametrize("run", RUNS)

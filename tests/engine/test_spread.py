@@ -18,27 +18,21 @@ from omnibal.engine.spread import check_spread_run
 from omnibal.errors import ConfigError
 from omnibal.plan import Plan
 from omnibal.vlm import load_model
-from tests.engine import test_families as families
 from tests.engine.cases import changed, run_of, settings
 from tests.engine.demo import demo_config
 from tests.engine.launch import all_end, launch
-from tests.engine.small import Case, names_of, plain_gradients, plain_training, save_small_model, small_samples
+from tests.engine.small import Case, plain_training, save_small_model, small_samples
 from tests.engine.test_units import (
     ADAM,
     BFLOAT16,
     CLIPPING,
-    EMPTY_ONE,
-    EMPTY_TWO,
-    EXACT,
-    LANGUAGE,
     MIXED,
     ONE,
-    ROUNDED,
     STEPS,
     TWO,
 )
 from tests.families.models import small_config
-from tests.vlm.families import family_samples, plain_family_model, plain_steps
+from tests.vlm.families import plain_family_model
 
 pytestmark = pytest.mark.distributed
 
@@ -49,29 +43,6 @@ def spread(boundaries, packs, **more):
     return Case(boundaries, packs, encoder=Encoder(0, ranks, placement="spread"), **({"recompute": MIXED} | more))
 
 
-FROZEN = {"frozen": ("vision", "projector")}
-TEXTS = [[[1], [4, 7]]]  # of samples without an image
-# A covering design: each setting in several cases, and with each shape of two and four processes once.
-CASES = {
-    2: {
-        "2 stages": (spread((0, 7, 10), EMPTY_ONE), EXACT),
-        "2 stages, kept": (
-            spread((0, 6, 10), ONE, zero_stage=1, schedule="zero-bubble-lean", recompute=("none",)), EXACT,
-        ),
-        "2 stages, bf16": (spread((0, 7, 10), ONE, zero_stage=1, extra=BFLOAT16), ROUNDED),
-        "2 stages, no image anywhere": (spread((0, 7, 10), TEXTS, zero_stage=1), EXACT),
-        "2 stages, frozen ViT": (spread((0, 7, 10), ONE, zero_stage=1, frozen=("vision",)), EXACT),
-        "2 stages, frozen encoder": (spread((0, 7, 10), EMPTY_ONE, zero_stage=1, **FROZEN), EXACT),
-        "2 stages, frozen LLM": (spread((0, 7, 10), EMPTY_ONE, zero_stage=1, frozen=LANGUAGE), EXACT),
-        "2 replicas": (spread((0, 10), EMPTY_TWO), EXACT),
-    },
-    4: {
-        "2 × 2": (spread((0, 7, 10), EMPTY_TWO, schedule="zero-bubble"), EXACT),
-        "2 × 2, tied": (spread((0, 7, 10), TWO, zero_stage=1, model="tied"), EXACT),
-        "2 × 2, bf16, ZeRO 0": (spread((0, 7, 10), TWO, extra=BFLOAT16), ROUNDED),
-        "2 × 2, frozen LLM": (spread((0, 7, 10), TWO, frozen=LANGUAGE), EXACT),
-    },
-}  # fmt: skip
 CLIPPED = {"optimizer": {"type": "AdamW", "params": ADAM | {"torch_adam": True}}, "gradient_clipping": CLIPPING}
 TRAINED = {
     2: [
@@ -99,27 +70,6 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(models):
     return models["model"]
-
-
-@pytest.mark.parametrize("num_processes", [*CASES])
-def test_one_step_equals_plain_transformers(num_processes, models):
-    samples = small_samples()
-    cases = {
-        name: (replace(case, model=str(models[case.model or "model"])), near)
-        for name, (case, near) in CASES[num_processes].items()
-    }
-    by_rank = launch(num_processes, "tests.engine.cases:one_step", [case for case, _ in cases.values()])
-    for number, (name, (case, near)) in enumerate(cases.items()):
-        used = [samples[index] for packs in case.packs for pack in packs for index in pack]
-        results, (loss, gradients) = [result[number] for result in by_rank], plain_gradients(case.model, used)
-        assert {result["samples"] for result in results} == {len(used)}
-        assert [result["loss"] for result in results] == pytest.approx([loss] * num_processes, rel=near["rtol"] / 20)
-        trained = gradients.keys() - names_of(case.model, case.frozen)
-        assert set().union(*(result["gradients"] for result in results)) == trained, name
-        for result in results:
-            for weight, gradient in result["gradients"].items():
-                expected = torch.zeros_like(gradient) if gradients[weight] is None else gradients[weight]
-                torch.testing.assert_close(gradient, expected, **near, msg=f"{weight} differs in {name}")
 
 
 @pytest.mark.parametrize("num_processes", [*TRAINED])
@@ -155,20 +105,6 @@ def test_all_end_when_one_is_killed(model, tmp_path):
     case = spread((0, 7, 10), ONE, model=str(model), zero_stage=1)
     assert all_end(2, "tests.engine.cases:steps_until_killed", case, 1, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_every_kind_of_encoder_trains_as_plain_transformers(tmp_path):
-    cases, expected = [], []
-    for family in ("llava", "qwen2_5_vl"):  # tiles; images of any size. Deep-stack features: see test_lora.
-        folder = tmp_path / family
-        plain_family_model(small_config(family)).save_pretrained(folder)
-        kinds = [record.kind for record in load_model(folder).records]
-        cut = kinds.index("decoder_block") + 1
-        more = {"schedule": "zero-bubble", "zero_stage": 1, "steps": STEPS, "extra": families.SETTINGS}
-        cases.append(spread((0, cut, len(kinds)), families.PACKS, model=str(folder), **more))
-        samples = [family_samples(family)] * STEPS
-        expected.append(plain_steps(folder, samples, clipping=families.CLIPPING, **families.ADAM))
-    families.check_steps(cases, expected, 2)
 
 
 def test_one_stage_computes_what_rearranged_samples_do(tmp_path):

@@ -3,7 +3,6 @@
 from copy import deepcopy
 from itertools import chain, islice
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from tests.integrations.trainers import (
     Weights,
     accelerate_afresh,
     assert_close,
+    steps_of_draws,
     trainer_of,
     weights_of,
 )
@@ -40,10 +40,6 @@ PHASES = {"qwen2_audio": ["sound"], "qwen2_5_omni_thinker": ["sound", "vision"]}
 SAVED = {"save_strategy": "steps", "save_steps": 4}
 
 
-def order(trainer, epoch):
-    return np.random.default_rng((trainer.args.seed, epoch)).permutation(len(trainer.train_dataset)).tolist()
-
-
 def check_exact(case, folder):
     """An epoch and a step of the next one: the weights of plain transformers on the same samples, one by one."""
     plain, items = case.plain(), items_of(case.family)
@@ -53,13 +49,7 @@ def check_exact(case, folder):
     trainer.add_callback(weights)
     rearrange(trainer, padded=case.padded)
     trainer.train()
-    args = trainer.args
-    size = args.per_device_train_batch_size * args.gradient_accumulation_steps * dist.get_world_size()
-    steps = [
-        samples[start : start + size]
-        for samples in (order(trainer, 0), order(trainer, 1))
-        for start in range(0, len(items), size)
-    ][:4]
+    steps = steps_of_draws(trainer, 4)
     optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=LEARNING_RATE)
     losses = []
     for samples, (before, after) in zip(steps, zip(weights.steps, weights.steps[1:], strict=False), strict=True):

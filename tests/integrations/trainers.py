@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass, field
 
 import deepspeed
+import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -161,6 +162,18 @@ def trainer_of(case, folder, *, eval_dataset=None, **options):
 def samples_under_limits(trainer):
     """Samples of a step whose packs, as many of each rank as the trainer accumulates, fill ``LIMITS``."""
     return math.ceil(1.375 * replicas_of(trainer)[1] * trainer.args.gradient_accumulation_steps)
+
+
+def steps_of_draws(trainer, steps):
+    """The samples of the first steps of a trainer that rearranges, as its ranks draw them together."""
+    args, count = trainer.args, len(trainer.train_dataset)
+    size = args.per_device_train_batch_size * args.gradient_accumulation_steps * dist.get_world_size()
+    found, epoch = [], 0
+    while len(found) < steps:
+        order = np.random.default_rng((args.seed, epoch)).permutation(count).tolist()
+        found += [order[start : start + size] for start in range(0, count, size)]
+        epoch += 1
+    return found[:steps]
 
 
 def weights_of(model):
