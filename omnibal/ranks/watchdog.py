@@ -86,7 +86,7 @@ class Watchdog:
         self.beat_seconds = min(LONGEST_BEAT_SECONDS, seconds / BEATS)
         self._beats: dict[int, Beat] = {}
         self._count, self._sent = 0, 0.0
-        self._asks_since: float | None = None  # when the store was asked what it has not answered yet
+        self._answered = monotonic()  # when the store last did, which is asked between two visits, too
         self._spoken_of: Note | None = None
         self.is_closed = False
         Thread(target=self._look, daemon=True, name="omnibal-watchdog").start()
@@ -94,9 +94,9 @@ class Watchdog:
     def visit(self, store: Store) -> None:
         """Leave this rank's beat in the store; while the rank stands still, read those of the others."""
         now, note = monotonic(), WORK.note
+        self._answered = now
         if now - self._sent < self.beat_seconds:
             return
-        self._asks_since = now
         self._count, self._sent = self._count + 1, now
         store.set(BEAT.format(self._rank), json.dumps([self._count, note and [*note[:-1], now - note.since]]))
         if note is not None and now - note.since > self._seconds / 2:
@@ -105,7 +105,6 @@ class Watchdog:
             for rank, key in zip(others, keys, strict=True):
                 if store.check([key]):
                     self._hear(rank, json.loads(store.get(key)))
-        self._asks_since = None
 
     def _hear(self, rank: int, beat: Any) -> None:
         number, note = beat
@@ -156,9 +155,12 @@ class Watchdog:
         between = [rank for rank, beat in self._beats.items() if beat.note is None]
         if between:
             return f"{self._places[between[0]]} is not in a step"
+        unheard = {*range(len(self._places))} - {self._rank, *self._beats}
+        if unheard:
+            return f"{self._places[min(unheard)]} has left no word yet"
         noted = [(beat.note, rank) for rank, beat in self._beats.items() if beat.note is not None]
         if not noted:
-            return "There is no other rank" if len(self._places) == 1 else "No word of other ranks has come"
+            return "There is no other rank"
         note, rank = min(noted, key=lambda found: (found[0].waits, found[0].since))
         kind = "waits, too, longest of the others" if note.waits else "has not moved on"
         where = self._of_other(rank, self._beats[rank])
@@ -167,7 +169,7 @@ class Watchdog:
     def _silent(self, now: float, seconds: float) -> list[int]:
         """Ranks without a new beat for so long; the holder of the store, where that does not answer."""
         silent = [rank for rank, beat in self._beats.items() if now - beat.since > seconds]
-        if self._asks_since is not None and now - self._asks_since > seconds:
+        if now - self._answered > seconds:
             return [0]  # the store of a launch lives in this process, or in a launcher beside it
         return sorted(silent, key=lambda rank: self._beats[rank].since)
 
