@@ -57,7 +57,7 @@ def parse_relaxed(text: str | bytes) -> Any:
         string = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         try:
             return hjson.loads(string, object_pairs_hook=_once)
-        except hjson.HjsonDecodeError:
+        except (hjson.HjsonDecodeError, IndexError):  # IndexError: a comment that begins with /* and does not end
             raise error from None
         except RecursionError:
             raise ValueError("brackets nest too deeply") from None

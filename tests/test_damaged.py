@@ -226,6 +226,11 @@ def test_brackets_that_nest_too_deeply_in_a_ds_config_with_comments(text):
         parse_relaxed(text)
 
 
+def test_a_comment_that_does_not_end_in_a_ds_config():
+    with pytest.raises(ValueError, match="Expecting property name"):
+        parse_relaxed('{"omnibal": {}, /* ours')
+
+
 @pytest.mark.parametrize("name", ["today.yaml", "today.json"])
 def test_brackets_that_nest_too_deeply_in_what_advise_reads(tmp_path, name):
     (tmp_path / name).write_text("[" * 100_000)
