@@ -133,32 +133,34 @@ def _read(config: str | Path | dict[str, Any], *, resume: bool | str, restart: b
 
 
 def _under_own_plan(workspace: Workspace) -> Workspace:
-    """The ds_config of a run that goes on, with the plan that the run was begun with in place of a newer one.
+    """The ds_config of a run that goes on, with the plan that the run followed before where the new one cannot be.
 
-    ``run_plan.json`` is that plan: `omnibal plan` may have replaced the file that the ds_config names, and the
-    number of micro-batches with it.
+    A plan with other limits makes other packs, in the middle of an epoch; one with another number of micro-batches must
+    be entered in the ds_config. ``run_plan.json`` is the plan before.
     """
     section = workspace.section
     own = section.run.files.run_plan
     if section.pipeline.plan is None or not own.is_file():
         return workspace
-    begun, micro_batches = Plan.load(own), micro_batches_of(workspace.config)
+    before, micro_batches = Plan.load(own), micro_batches_of(workspace.config)
     try:
         now = workspace.named_plan
     except ConfigError:
         now = None
     # Micro-batches of neither plan were set by hand: resolve_plan says that they do not fit.
-    if now == begun or micro_batches not in (begun.micro_batches, (now or begun).micro_batches):
+    if micro_batches not in (before.micro_batches, (now or before).micro_batches):
+        return workspace
+    if now is not None and (now.limits, now.micro_batches) == (before.limits, micro_batches):
         return workspace
     if dist.get_rank() == 0:
         LOG.warning(
-            "The run goes on under the plan that it was begun with, %s; omnibal.pipeline.plan is another one now (%s), "
-            "under which restart (--restart) begins anew",
+            "The run goes on under the plan that it followed before, %s; omnibal.pipeline.plan (%s) has other packs or "
+            "is no plan: restart (--restart) begins anew under it",
             own,
             section.pipeline.plan,
         )
     whole = workspace.whole_config
-    for (*outer, key), value in keys_of_plan(workspace.config, section, begun, str(own)).items():
+    for (*outer, key), value in keys_of_plan(workspace.config, section, before, str(own)).items():
         reduce(getitem, outer, whole)[key] = value
     return Workspace.read(whole)
 

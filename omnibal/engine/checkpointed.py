@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -21,9 +22,10 @@ from omnibal.engine import saved_files
 from omnibal.engine.checkpoint import join_layers, write_model_files
 from omnibal.engine.loader import Loader
 from omnibal.engine.module import grouping
+from omnibal.engine.optimizer_states import SavedStates
 from omnibal.engine.resolve import ResolvedRun
 from omnibal.engine.saved_files import BASE_WEIGHTS, SavedFile
-from omnibal.engine.settings import Settings, renew_rate
+from omnibal.engine.settings import SettingChange, Settings, renew_rate
 from omnibal.engine.table import TableEngine
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.families.base import check_frozen
@@ -36,6 +38,8 @@ LOG: Final = logging.getLogger(__name__)
 _CLASSES: Final = (LossScaler, ZeroStageEnum, fragment_address)
 # What checkpoints had that do not say.
 _BEFORE: Final = {"num_tensor": 1}
+# Where the optimizer's state lies: under other values each rank reads it by the names of its weights.
+_PLACES: Final = ("partition", "num_replicas", "zero_stage", "grad_accum_dtype")
 
 
 class CheckpointedEngine(TableEngine):
@@ -165,7 +169,7 @@ class CheckpointedEngine(TableEngine):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str, dict[str, Any]]:
-        """Go on exactly where a checkpoint was saved.
+        """Go on exactly where a checkpoint was saved, also with other stages, replicas, ZeRO or micro-batches.
 
         Args:
             tag: Name of the checkpoint; by default the newest one goes on.
@@ -182,32 +186,39 @@ class CheckpointedEngine(TableEngine):
         with_optimizer = load_optimizer_states and not load_module_only
         with_schedule = load_lr_scheduler_states and not load_module_only
         layout = self._layout(with_optimizer=with_optimizer, with_schedule=with_schedule)
+        manifest = saved_files.read_manifest(folder / name)
+        moved = [SettingChange(key, manifest.get(key), layout.get(key)) for key in _PLACES]
+        moved = [change for change in moved if change.saved != change.value]
         # DeepSpeedEngine.load_checkpoint communicates: what can fail on one rank only has to fail before.
-        run_on_all_ranks(
-            lambda: self._check_readable(folder / name, layout, with_optimizer, strict=load_module_strict),
-            where=self.where,
-        )
-        saved = saved_files.read_manifest(folder / name).get("settings")
+        check = partial(self._check_readable, folder / name, layout, strict=load_module_strict)
+        position, states = run_on_all_ranks(lambda: check(with_optimizer, bool(moved)), where=self.where)
+        saved = manifest.get("settings")
         compare = partial(self.settings.changed_from, with_optimizer=with_optimizer, with_schedule=with_schedule)
-        changed = run_on_all_ranks(lambda: [] if saved is None else compare(saved), where=self.where)
+        run_on_all_ranks(lambda: saved is None or compare(saved), where=self.where)
+        run_on_all_ranks(lambda: self.loader.load_state_dict(position), where=self.where)
         rates = [group["lr"] for group in self.basic_optimizer.param_groups]
         # BF16_Optimizer's state is saved like ZeRO's, in files of its own (_save_zero_checkpoint), but load_checkpoint
         # looks for such files under ZeRO only.
         apart = self.using_bf16_optimizer and not self.zero_optimization()
+        by_deepspeed = with_optimizer and states is None
         with _replaced(self.checkpoint_engine, load=_load):
             path, state = super().load_checkpoint(
                 str(load_dir),
                 name,
                 load_module_strict=load_module_strict and self.resolved.base is None,
-                load_optimizer_states=load_optimizer_states and not apart,
+                load_optimizer_states=by_deepspeed and not apart,
                 load_lr_scheduler_states=load_lr_scheduler_states,
                 load_module_only=load_module_only,
             )
-            if apart and with_optimizer:
+            if apart and by_deepspeed:
                 self._load_zero_checkpoint(str(load_dir), name)
-        if apart and not with_optimizer:
+        if apart and not by_deepspeed:
             self.optimizer.refresh_fp32_params()  # its float32 copies are still those of the weights before
+        if states is not None:
+            states.load(self)
+        self._recount_steps()
         self._renew(saved, rates, with_optimizer=with_optimizer, with_schedule=with_schedule)
+        changed = moved + ([] if saved is None else compare(saved))
         if self.global_rank == 0 and (changed or saved is None):
             what = f"other settings: {', '.join(map(str, changed))}"
             if saved is None:
@@ -215,9 +226,17 @@ class CheckpointedEngine(TableEngine):
             LOG.warning("going on from %s with %s", folder / name, what)
         # DeepSpeedEngine returns every key of the engine's file that it has not read itself; the optimizer's and the
         # sampler's are taken out, and the caller's own are left.
-        state.pop("optimizer", None)
-        run_on_all_ranks(lambda: self.loader.load_state_dict(state.pop("sampler")), where=self.where)
+        for key in ("optimizer", "sampler"):
+            state.pop(key, None)
         return path, state
+
+    def _recount_steps(self) -> None:
+        """Let a schedule over ``"auto"`` steps end with the run: steps of another size come behind those done."""
+        asked = self.resolved.config.get("scheduler", {}).get("params", {}).get("total_num_steps")
+        run = self.resolved.section.run
+        if asked == "auto" and run.max_steps is None:
+            total = self.global_steps + self.loader.steps_left(run.epochs)
+            self.lr_scheduler.total_num_steps = self.settings.keys["scheduler.params.total_num_steps"] = total
 
     def _renew(
         self, saved: dict[str, Any] | None, rates: list[float], *, with_optimizer: bool, with_schedule: bool
@@ -240,10 +259,10 @@ class CheckpointedEngine(TableEngine):
 
     def _choose(self, folder: Path, tag: str | None, *, fall_back: bool) -> str:
         """The name of the checkpoint to go on from."""
-        # Rank 0 chooses one by the sizes of its files, and every rank reads the files that it wrote (rank 0 also those
-        # of ranks that there are no more). If a byte of them differs, rank 0 chooses again, without that checkpoint.
+        # Rank 0 chooses one by the sizes of its files, and every rank reads the files that it wrote, and some of ranks
+        # that there are no more. If a byte of them differs, rank 0 chooses again, without that checkpoint.
         damaged: dict[str, str] = {}
-        readers = range(dist.get_world_size())
+        num_readers = dist.get_world_size()
 
         def check(checkpoint: Path) -> str | None:
             return damaged.get(checkpoint.name) or saved_files.has_all_files(checkpoint)
@@ -254,7 +273,7 @@ class CheckpointedEngine(TableEngine):
             own = partial(
                 saved_files.problem_of,
                 folder / name,
-                lambda _, saved: (saved.rank if saved.rank in readers else 0) == self.global_rank,
+                lambda _, saved: saved.rank % num_readers == self.global_rank,
             )
             problems = gather(run_on_all_ranks(own, where=self.where))
             problem = next((found for found in problems if found is not None), None)
@@ -318,12 +337,18 @@ class CheckpointedEngine(TableEngine):
         layout = self.resolved.layout
         return [layout.shape(stage)[0] for stage in range(self.num_stages)] if layout.has_units else self.dp_world_size
 
-    def _check_readable(self, checkpoint: Path, layout: dict[str, Any], with_optimizer: bool, *, strict: bool) -> None:
-        """Open what this rank will load; the weights must be those of its layers."""
+    def _check_readable(
+        self, checkpoint: Path, layout: dict[str, Any], with_optimizer: bool, is_moved: bool, *, strict: bool
+    ) -> tuple[dict[str, Any], SavedStates | None]:
+        """Open what this rank will load; the weights must be those of its layers.
+
+        The result is the position in the data, and the optimizer's state if that ``is_moved``: DeepSpeed reads it only
+        where this rank wrote it.
+        """
         saved = saved_files.read_manifest(checkpoint)
         for key, value in layout.items():  # or optimizer states would land on other layers
             before = saved.get(key, _BEFORE.get(key))
-            if before != value:
+            if before != value and key not in _PLACES:
                 raise ConfigError(
                     f"{key} must be that of the checkpoint {checkpoint} ({before}) to resume, got {value}; "
                     "to go on under another one, export the checkpoint and start from the exported model"
@@ -331,11 +356,17 @@ class CheckpointedEngine(TableEngine):
         # What load_checkpoint reads on this rank: the engine's file, this rank's part of the optimizer's state, and the
         # files of its stage's layers.
         folder, name = str(checkpoint.parent), checkpoint.name
-        paths = {self._get_ckpt_name(folder, name)}
-        if with_optimizer and self.save_zero_checkpoint:
-            paths.add(self._get_zero_ckpt_name(folder, name))
-        for path in sorted(paths):
-            _opened(Path(path))
+        engines = self._get_all_ckpt_names(folder, name)
+        # SDLoaderBase.load takes the first file where there are others than stages.
+        of_engine = self._get_ckpt_name(folder, name) if len(engines) == self.mp_world_size else engines[0]
+        position = deepcopy(_opened(Path(of_engine))["sampler"])  # the file is mapped
+        states, ranks = None, self.module.ranks
+        if with_optimizer and is_moved:
+            layers = [index for index, _ in self.module.numbered_layers()]
+            states = SavedStates(checkpoint, saved, layers, self.module.vlm, _opened, (ranks.rank, ranks.size))
+            states.check(self)
+        elif with_optimizer and self.save_zero_checkpoint:
+            _opened(Path(self._get_zero_ckpt_name(folder, name)))
         for index, layer in self.module.numbered_layers():
             expected = {name: tensor.shape for name, tensor in layer.state_dict().items()}
             in_folder = set()  # weights beside adapters, which a checkpoint leaves to the model's folder
@@ -343,7 +374,7 @@ class CheckpointedEngine(TableEngine):
                 in_folder = {name for name, parameter in layer.named_parameters() if not parameter.requires_grad}
             place = str(checkpoint), index - self.module._local_start
             files = self.module.ckpt_layer_path_list(*place)
-            for path in [self.module.ckpt_layer_path(*place)] if self.module.ranks.size > 1 else files:
+            for path in [self.module.ckpt_layer_path(*place)] if ranks.size > 1 else files:
                 found = {name: tensor.shape for name, tensor in _opened(Path(path)).items()}
                 differing = {name for name, _ in found.items() ^ expected.items()} - (in_folder - found.keys())
                 if not strict:
@@ -353,6 +384,7 @@ class CheckpointedEngine(TableEngine):
                         f"checkpoint must be of a model with the same weights, got {path} with other "
                         f"{', '.join(sorted(differing)[:3])}"
                     )
+        return position, states
 
 
 @contextmanager

@@ -109,7 +109,7 @@ class VlmPipelineModule(PipelineModule):
         A group has ``params``, ``names`` (the parameters' names on disk), ``lr`` and ``weight_decay`` where the section
         decides them, and ``on_all_ranks`` where it is of a spread encoder.
         """
-        places, unused = self._places(), list(self.placeholders)
+        places, unused = self.places(), list(self.placeholders)
         own: dict[tuple[tuple[str, float], ...], dict[nn.Parameter, str]] = {}
         spread = set(self.encoder.parameters())
         for parameter in self.parameters():
@@ -133,7 +133,7 @@ class VlmPipelineModule(PipelineModule):
         Under ZeRO or bfloat16 a gradient is a float32 copy, which all replicas of a stage make together: each keeps a
         part.
         """
-        for parameter, (name, _) in self._places().items():
+        for parameter, (name, _) in self.places().items():
             # DeepSpeed's optimizers give their parameters this method (mixed_precision_linkage.link_hp_params).
             if hasattr(parameter, "get_full_hp_grad"):
                 yield name, parameter.get_full_hp_grad()
@@ -146,7 +146,7 @@ class VlmPipelineModule(PipelineModule):
         # PipelineModule keeps its stage's layers in forward_funcs; _local_start is the number of the first one.
         yield from enumerate(self.forward_funcs, start=self._local_start)
 
-    def _places(self) -> dict[nn.Parameter, tuple[str, Module]]:
+    def places(self) -> dict[nn.Parameter, tuple[str, Module]]:
         """Name on disk and module of this rank's parameters; of a tied one, those of its first use."""
         found: dict[nn.Parameter, tuple[str, Module]] = {}
         for index, layer in self.numbered_layers():

@@ -135,7 +135,7 @@ _SIMPLE: Final = (bool, int, float, str, list, tuple, type(None))
 class Settings:
     """Settings at the beginning of a run, before a step or a checkpoint changes what they became."""
 
-    keys: Mapping[str, Any]
+    keys: dict[str, Any]
     """Values of the ds_config by key, from ``settings_of``."""
     groups: list[dict[str, Any]]
     """Settings of each parameter group of the optimizer."""
@@ -143,7 +143,7 @@ class Settings:
     """State of a learning-rate schedule that keeps its settings there; empty for DeepSpeed's, which keep the step."""
 
     @classmethod
-    def of(cls, keys: Mapping[str, Any], optimizer: Any, scheduler: Any) -> "Settings":
+    def of(cls, keys: dict[str, Any], optimizer: Any, scheduler: Any) -> "Settings":
         """The settings of an engine that is just made."""
         schedule = {} if scheduler is None or _is_function_of_step(scheduler) else dict(scheduler.state_dict())
         schedule.pop("_last_lr", None)  # follows from the others

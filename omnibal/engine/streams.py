@@ -90,7 +90,8 @@ class PipelineStreamFeed(StreamFeed):
         """Go on from a position; sources go on by their names, and a new one begins at its start."""
         if "made_from" not in state:
             raise ConfigError("data of the checkpoint must be streams as they are here, got samples with an index")
-        own = {"made_from": state["made_from"], **state["replicas"][self.rank]}
+        # Of another number of replicas any position will do: made_from is refused then.
+        own = {"made_from": state["made_from"], **state["replicas"][self.rank % len(state["replicas"])]}
         super().load_state_dict(own, tells=tells and dist.get_rank() == 0)
         self.steps_done = state["steps_done"]
 

@@ -100,7 +100,7 @@ def whole_run(config):
         train(bare, resume=True, restart=True, **own)
     refused_before_anything(bare, output)
     fails_behind_the_last_step(config, Path(f"{output}_failed"))
-    goes_on_under_its_own_plan(config, Path(f"{output}_planned"))
+    goes_on_under_plans(config, Path(f"{output}_planned"))
     learns_nothing(config)
     return {
         "steps": (engine.global_steps, trained.global_steps, evaluated),
@@ -159,28 +159,36 @@ def begins_anew_behind_a_link(config, checkpoints):
 SAVED = ["global_step1", "latest", "notes.txt", "zero_to_fp32.py", "zero_to_torch.py"]
 
 
-def goes_on_under_its_own_plan(config, output):
-    """Whether another plan took the place of its file alone, or was entered in the ds_config, too."""
+def goes_on_under_plans(config, output):
+    """A plan of the same packs is adopted; one that is not entered, or of other packs, is not."""
     layout = Layout(2, precision="float32", accumulate_float32=False)  # the run's: of machines the plan says nothing
     begun = Plan(PackLimits(4, 48), 2, Partition((0, 4, NUM_LAYERS)), ("none",) * NUM_LAYERS, layout=layout)
+    newer = replace(begun, micro_batches=3, partition=Partition((0, 6, NUM_LAYERS)))
     config = changed(config, "pipeline", plan="auto", num_stages="auto")
     entered = config | {"gradient_accumulation_steps": 3}
     with pytest.raises(ConfigError, match=r"pipeline.plan must be a file, got .*plan.json; `omnibal plan --write`"):
         train(changed(config, "run", output=str(output), evaluate_every=0), dataset=SmallDataset())
     told = []
-    for step, changed_config in enumerate((config, config, entered), start=1):
+    for step, (changed_config, plan, followed) in enumerate(
+        (
+            (config, begun, begun),
+            (config, newer, begun),
+            (entered, newer, newer),
+            (entered, replace(newer, limits=PackLimits(5, 48)), newer),
+        ),
+        start=1,
+    ):
         dist.barrier()
         if dist.get_rank() == 0:
-            plan = begun if step == 1 else replace(begun, micro_batches=3, partition=Partition((0, 6, NUM_LAYERS)))
             plan.save(output / "plan.json")
         dist.barrier()
         run = changed(changed_config, "run", output=str(output), evaluate_every=0, max_steps=step)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train_file.LOG, "warning", lambda message, *values: told.append(message % values))
             engine = train(run, dataset=SmallDataset(), resume=step > 1)
-        assert (engine.global_steps, engine.plan) == (step, begun)
+        assert (engine.global_steps, engine.plan) == (step, followed)
     assert len(told) == (2 if dist.get_rank() == 0 else 0)
-    assert all(f"under the plan that it was begun with, {output / 'run_plan.json'}; " in line for line in told)
+    assert all(f"under the plan that it followed before, {output / 'run_plan.json'}; " in line for line in told)
     by_hand = config | {"gradient_accumulation_steps": 5}
     with pytest.raises(ConfigError, match="micro_batches of the plan must be 5 as the model and the ds_config say"):
         train(changed(by_hand, "run", output=str(output), evaluate_every=0), dataset=SmallDataset(), resume=True)

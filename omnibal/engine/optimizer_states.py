@@ -1,0 +1,215 @@
+"""The optimizer's state from a checkpoint of other stages, replicas or ZeRO, by the names of weights.
+
+Every replica of a stage writes what it updates: whole weights without ZeRO; under ZeRO 1 and in bfloat16 equal shares
+of flat buffers, where a weight may lie on several replicas. Files say which names lie where. So each rank maps the
+files of the stages that had its layers, and reads the numbers of its own weights and its own share only.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from omnibal.engine.module import ON_ALL_RANKS, PLACEHOLDER
+from omnibal.errors import ConfigError
+from omnibal.vlm.layers import VisionLanguageModel
+
+# DeepSpeed's names of files: of the replicas' shares and, where there are none, of each stage's engine.
+_SHARE: Final = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_ENGINE: Final = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+
+
+class SavedPart(NamedTuple):
+    """A part of a flattened weight in a file, and the optimizer's state of it."""
+
+    length: int | None
+    """Numbers of the part; None for a whole weight."""
+    weights: Tensor | None
+    """Float32 weights; None where the optimizer steps the model's own."""
+    state: Mapping[str, Any]
+    """Rows of ``length`` numbers, and what the optimizer counts, by its names for them."""
+    group: Mapping[str, Any]
+    """Settings of the parameter group."""
+    path: Path
+
+
+class OwnPart(NamedTuple):
+    """The elements from ``start`` on of a flattened weight, which lie from ``place`` on in the optimizer's tensor."""
+
+    name: str
+    num_weights: int
+    start: int
+    place: int
+    length: int
+
+
+class SavedStates:
+    """The optimizer's state of the weights in some layers, from a checkpoint of as many tensor ranks."""
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        manifest: Mapping[str, Any],
+        layers: Collection[int],
+        vlm: VisionLanguageModel,
+        opened: Callable[[Path], Any],
+        tensor: tuple[int, int] = (0, 1),
+    ) -> None:
+        """Args: ``tensor``: this rank's place among the tensor ranks, and their number."""
+        self._parts: dict[str, list[SavedPart]] = {}
+        bounds, (place, size) = pairwise(manifest["partition"]), tensor
+        stages = {stage for stage, (first, stop) in enumerate(bounds) if any(first <= each < stop for each in layers)}
+        for number, file in _files(manifest["files"]):
+            # PipelineParallelGrid numbers the ranks of a column stage by stage, and in a stage by tensor rank.
+            if number // size in stages and number % size == place:
+                for name, part in _parts_of(checkpoint / file, opened(checkpoint / file), vlm):
+                    self._parts.setdefault(name, []).append(part)
+
+    def check(self, engine: Any) -> None:
+        """Refuse a checkpoint that lacks state of a weight that this rank updates, or has another kind of it."""
+        for _, owned in chain.from_iterable(_owned(engine)):
+            for own in owned:
+                for part in self._of(own):
+                    expected = own.num_weights if part.length is None else part.length
+                    lengths = {key: value.numel() for key, value in part.state.items() if _is_row(value)}
+                    key = next((key for key, length in lengths.items() if length != expected), None)
+                    if key is not None:
+                        raise ConfigError(
+                            f"the optimizer's {key} must have a number for each weight to be cut otherwise, got "
+                            f"{lengths[key]} numbers for {expected} weights of {own.name} in {part.path}; resume with "
+                            "the stages, replicas and ZeRO of the checkpoint"
+                        )
+
+    def load(self, engine: Any) -> None:
+        """Let an engine's optimizer go on from the state, where the weights of layers are loaded already."""
+        basic, state, groups = engine.basic_optimizer, dict[int, dict[str, Any]](), list[dict[str, Any]]()
+        has_copies = engine.optimizer is not basic
+        for group, owned in zip(basic.param_groups, _owned(engine), strict=True):
+            first = len(state)
+            for tensor, parts in owned:
+                state[len(state)] = self._state_of(tensor, parts)
+                for own in parts if has_copies else ():
+                    copies = [part.weights for part in self._of(own) if part.weights is not None]
+                    _copy(copies, own, tensor.detach())
+            names = [own.name for _, parts in owned for own in parts]
+            groups.append({**self._settings_of(group, names), "params": [*range(first, len(state))]})
+        basic.load_state_dict({"state": state, "param_groups": groups})
+        if has_copies:  # as DeepSpeed's own loading ends: the optimizer's state lies in other tensors now
+            engine.optimizer._link_all_hp_params()
+
+    def _of(self, own: OwnPart) -> list[SavedPart]:
+        """The parts of the whole weight, one behind the other; none of a placeholder, whose state is zero."""
+        found, length = list[SavedPart](), 0
+        if own.name == PLACEHOLDER:
+            return found
+        for part in self._parts.get(own.name, ()):
+            if length < own.num_weights:  # a tied weight follows once more, from its other stage
+                found.append(part)
+                length += own.num_weights if part.length is None else part.length
+        if length != own.num_weights:
+            raise ConfigError(
+                f"checkpoint must hold the optimizer's state of {own.num_weights} weights of {own.name}, got {length} "
+                f"in {', '.join(str(part.path) for part in found) or 'none of its files'}"
+            )
+        return found
+
+    def _state_of(self, tensor: Tensor, parts: Sequence[OwnPart]) -> dict[str, Any]:
+        # Padding between weights has zeros; what is counted (steps) is alike for all weights.
+        like = next((part.state for of_name in self._parts.values() for part in of_name), {})
+        state = {key: _zeros(tensor, value) if _is_row(value) else deepcopy(value) for key, value in like.items()}
+        for own in parts:
+            saved = self._of(own)
+            for key, value in saved[0].state.items() if saved else ():
+                if _is_row(value):
+                    _copy([part.state[key] for part in saved], own, state[key])
+                else:
+                    state[key] = deepcopy(value)
+        return state
+
+    def _settings_of(self, group: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+        """The settings that a group of weights was saved with; a group of placeholders alone keeps its own."""
+        saved = next((self._parts[name][0].group for name in names if name != PLACEHOLDER), group)
+        own = {key: group[key] for key in ("names", ON_ALL_RANKS) if key in group}
+        return {key: value for key, value in saved.items() if key != ON_ALL_RANKS} | own
+
+
+def _files(names: Iterable[str]) -> list[tuple[int, str]]:
+    """The files with state, each with its number in a column, in the order of these numbers, then of replicas."""
+    shares = [(int(found[2]), int(found[1]), found[0]) for found in map(_SHARE.fullmatch, names) if found]
+    engines = [(int(found[1]), 0, found[0]) for found in map(_ENGINE.fullmatch, names) if found]
+    return [(number, name) for number, _, name in sorted(shares or engines)]
+
+
+def _parts_of(path: Path, content: Any, vlm: VisionLanguageModel) -> Iterator[tuple[str, SavedPart]]:
+    """Names on disk and parts of the weights in a file."""
+    shares = content.get("optimizer_state_dict")
+    base = content["optimizer"] if shares is None else shares["base_optimizer_state"]
+    for place, group in enumerate(base["param_groups"]):
+        states = [base["state"].get(number, {}) for number in group["params"]]
+        if shares is None:
+            for name, state in zip(group["names"], states, strict=True):
+                yield name, SavedPart(None, None, state, group, path)
+            continue
+        # One flat tensor for the group; DeepSpeed's universal checkpoints cut it by the same addresses.
+        flat = shares["single_partition_of_fp32_groups"][place].detach()
+        for name, address in shares["param_slice_mappings"][place].items():
+            cut = slice(address.start, address.start + address.numel)
+            state = {key: value[cut] if _is_row(value) else value for key, value in states[0].items()}
+            yield _disk_name(name, vlm), SavedPart(address.numel, flat[cut], state, group, path)
+
+
+def _disk_name(name: str, vlm: VisionLanguageModel) -> str:
+    """The name on disk of a parameter of a VlmPipelineModule, whose layers are named by their numbers."""
+    first, _, rest = name.partition(".")
+    if first == "placeholders":
+        return PLACEHOLDER
+    if first == "tied_modules":
+        keys = [record.tied_key for record in vlm.records]
+        index = next(index for index, key in enumerate(keys) if key is not None and rest.startswith(f"{key}."))
+        return vlm.weight_names(index)[rest.removeprefix(f"{keys[index]}.")]
+    if first == "encoder":
+        first, _, rest = rest.partition(".")
+    return vlm.weight_names(int(first))[rest]
+
+
+def _owned(engine: Any) -> Iterator[list[tuple[Tensor, list[OwnPart]]]]:
+    """The optimizer's tensors of each parameter group, and the parts of weights that each holds."""
+    optimizer, basic, places = engine.optimizer, engine.basic_optimizer, engine.module.places()
+    if optimizer is basic:
+        for group in basic.param_groups:
+            named = [(parameter, places.get(parameter, (PLACEHOLDER,))[0]) for parameter in group["params"]]
+            yield [(each, [OwnPart(name, each.numel(), 0, 0, each.numel())]) for each, name in named]
+        return
+    lists = optimizer.bf16_groups if hasattr(optimizer, "bf16_groups") else optimizer.bit16_groups
+    for group, parameters in zip(basic.param_groups, lists, strict=True):
+        parts = list[OwnPart]()
+        for parameter in parameters:
+            mapping = parameter._hp_mapping  # None where other replicas update all of the parameter
+            if mapping is not None:
+                own, place = mapping.lp_fragment_address, mapping.hp_fragment_address.start
+                name = places.get(parameter, (PLACEHOLDER,))[0]
+                parts.append(OwnPart(name, parameter.numel(), own.start, place, own.numel))
+        yield [(group["params"][0], parts)]
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _zeros(tensor: Tensor, like: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=like.dtype, device=tensor.device)
+
+
+def _copy(rows: Iterable[Tensor], own: OwnPart, into: Tensor) -> None:
+    """Copy an own part out of the rows of a whole weight, one behind the other, to its place."""
+    start, target = own.start, into.view(-1)[own.place : own.place + own.length]
+    for row in rows:
+        first, stop = max(start, 0), min(start + own.length, row.numel())
+        if first < stop:
+            target[first - start : stop - start].copy_(row.reshape(-1)[first:stop])
+        start -= row.numel()
