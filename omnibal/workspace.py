@@ -340,6 +340,14 @@ class Workspace:
         device = Device.named(calibration.counted_for)
         return calibration.apply(self._counted_profile(device, self.num_tensor))
 
+    def take_measured(self, calibration: Calibration) -> None:
+        """Plan for costs as a run has measured them, and keep these."""
+        made = self.corrected_profile(calibration)
+        self._check_kept_profile(made)
+        self.overrides = replace(self.overrides, profile=made)
+        self.kept.folder.mkdir(parents=True, exist_ok=True)
+        made.save(self.kept.profile)
+
     def _counted_profile(self, device: Device, num_tensor: int) -> ModelProfile:
         return analytic_profile(
             self.records, device, dtype=dtype_of(self.config), frozen=self.section.model.frozen,

@@ -27,11 +27,12 @@ from omnibal.cli.options import (
 from omnibal.cli.plan_report import GainOverPresent, PlanReport, trial_line, trial_row
 from omnibal.cli.planning import request_of, solve
 from omnibal.cli.weighing import LayoutChoice, WeighedLayouts
-from omnibal.config import check_batch
+from omnibal.config import RunFiles, check_batch
 from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.plan import Plan
 from omnibal.planner import PlanResult
 from omnibal.planner.search import Choice, retreat
+from omnibal.profile.calibration import Calibration
 from omnibal.profile.records import ModelProfile
 from omnibal.report.style import Row
 from omnibal.workspace import Workspace
@@ -57,6 +58,10 @@ def plan(
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure layers on this machine in place of counting what they cost.")
     ] = False,
+    from_run: Annotated[
+        Path | None,
+        typer.Option(help="Plan for the costs that a run's first steps measured: its folder, such as runs/mine."),
+    ] = None,
     trials: Annotated[
         int, typer.Option(help="Train a few steps under so many of the best plans, and keep the fastest.", min=0)
     ] = 0,
@@ -87,6 +92,9 @@ def plan(
 
     Example: omnibal plan ds_configs/mine.json --layout auto
 
+    Example, which a run adopts at its next --resume: omnibal plan
+    ds_configs/mine.json --from-run runs/mine --write
+
     Example, tried on the machine itself: omnibal plan ds_configs/mine.json
     --measure --trials 3 --write
     """
@@ -98,7 +106,10 @@ def plan(
         source, kinds=("ds_config", "profile"), lengths=lengths, cluster=cluster, measures=measure, replaces=write
     )
     fixed, out = read_limits(limits), _place(workspace, out)
-    _check(workspace, out, trials=trials > 0)
+    _check(workspace, out, trials=trials > 0, from_run=from_run)
+    if from_run is not None:
+        refuse({"measure": measure}, "a run has measured costs")
+        fixed = fixed or _take_measured(workspace, RunFiles(from_run))
     weighs, weighed = layout != "pipeline", None
     request = request_of(workspace, samples_per_step, fixed, num_stages, weighs=weighs)
     if weighs:
@@ -116,6 +127,13 @@ def plan(
     if weighed is not None:
         parts, record = [*weighed.report.parts(), *parts], record | {"layouts": weighed.report.to_record()}
     answer(record, *parts, as_json=as_json)
+
+
+def _take_measured(workspace: Workspace, run: RunFiles) -> tuple[int, int]:
+    """Plan for the costs that a run has measured; the limits of its packs, under which it can adopt the plan."""
+    workspace.take_measured(Calibration.load(run.metrics))
+    limits = Plan.load(run.run_plan).limits if run.run_plan.is_file() else workspace.limits
+    return limits.vision_units, limits.llm_tokens
 
 
 def _keep(
@@ -147,12 +165,13 @@ def _place(workspace: Workspace, out: Path | None) -> Path:
     return out
 
 
-def _check(workspace: Workspace, out: Path, *, trials: bool) -> None:
+def _check(workspace: Workspace, out: Path, *, trials: bool, from_run: Path | None) -> None:
     """Refuse, before anything is planned, what could not be done with the plan."""
-    for option, asked in (("trials", trials), ("write", workspace.replaces), ("measure", workspace.measures)):
+    asked_of = {"trials": trials, "write": workspace.replaces, "measure": workspace.measures, "from-run": from_run}
+    for option, asked in asked_of.items():
         if asked and workspace.files is None:
             raise ConfigError(f"--{option} must come with a ds_config, got {workspace.source}")
-    if trials:
+    if trials and from_run is None:
         _check_measured_here(workspace.profile)
     if workspace.replaces and out.is_file():
         check_alone(Path(str(workspace.source)), out)

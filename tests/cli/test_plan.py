@@ -18,6 +18,7 @@ from omnibal.cli.plan_report import _weighed_table
 from omnibal.cli.weighing import WEIGHED
 from omnibal.cluster import Cluster, Encoder
 from omnibal.config import keys_of_plan, read_config
+from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
@@ -26,6 +27,7 @@ from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.plan import Plan
 from omnibal.planner import PlanRequest, make_plan
+from omnibal.profile.calibration import TimedPass, calibrate, sizes_of
 from omnibal.profile.records import ModelProfile
 from omnibal.trials import Trial
 from omnibal.workspace import Workspace
@@ -62,6 +64,28 @@ def test_the_plan_is_written_and_fits(omnibal, arguments, tmp_path):
     assert (best["micro_batches"], best["schedule"]) == (plan.micro_batches, plan.schedule)
     assert {entry["schedule"] for entry in record["tried"]} == set(SCHEDULES)
     assert record["trained"].keys() == {"vision", "language"}
+
+
+def test_a_plan_of_the_costs_that_a_run_measured(omnibal, refusal, ds_config, tmp_path):
+    config, run = ds_config(), tmp_path / "earlier"
+    omnibal("plan", config, "--samples-per-step", 16, "--limits", "11,200", "--write")
+    before, counted = Plan.load(tmp_path / "run" / "plan.json"), ModelProfile.load(tmp_path / "run" / "profile.json")
+    load = Load([4], [256], [256**2], [16])
+    passes = [
+        TimedPass((index, index + 1), is_backward, sizes_of(load)[0], 3 * cost(load).item())
+        for index, layer in enumerate(counted.layers)
+        for is_backward, cost in ((False, layer.forward_seconds), (True, layer.backward_seconds))
+    ]
+    found = calibrate(counted, passes, ["none"] * len(counted.layers), device=counted.device)
+    run.mkdir()
+    before.save(run / "run_plan.json")
+    (run / "metrics.jsonl").write_text(found.line(step=20))
+    omnibal("plan", config, "--samples-per-step", 16, "--from-run", run, "--write")
+    after, measured = Plan.load(tmp_path / "run" / "plan.json"), ModelProfile.load(tmp_path / "run" / "profile.json")
+    assert after.predicted.step_seconds > 1.5 * before.predicted.step_seconds
+    assert after.limits == before.limits
+    assert after.made_from["profile"] == measured.content_hash != counted.content_hash
+    assert refusal("plan", config, "--from-run", tmp_path / "none").startswith("measured costs must be in a readable")
 
 
 def test_a_plan_says_which_step_it_predicts(omnibal, arguments, token_lengths, tmp_path):

@@ -17,7 +17,7 @@ from omnibal.engine import streams
 from omnibal.engine.loader import Loader
 from omnibal.engine.samples import SampleRules
 from omnibal.engine.streams import PipelineStreamFeed, checked_sample
-from omnibal.errors import DataError
+from omnibal.errors import ConfigError, DataError
 from omnibal.formats.collate import pack_samples
 from omnibal.vlm import load_model
 from tests.engine.small import PIXEL_SHAPE, small_config
@@ -47,9 +47,8 @@ class Group:
 class Ranks:
     """What torch.distributed is to threads, each of which is a rank; a group goes with the rank that has it."""
 
-    size = STAGES * REPLICAS
-
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, size=STAGES * REPLICAS):
+        self.size = size
         self._local, self._between_steps = threading.local(), Group(self.size)
         found = {name: getattr(self, name) for name in ("send", "recv", "get_rank")}
         monkeypatch.setattr(streams, "dist", SimpleNamespace(**found))
@@ -92,13 +91,13 @@ def ranks(monkeypatch):
     return Ranks(monkeypatch)
 
 
-def loader_of(place, found=None, mixture=MIXTURE, steps=STEPS, oversized="alone"):
+def loader_of(place, found=None, mixture=MIXTURE, steps=STEPS, oversized="alone", layout=LAYOUT):
     feed = PipelineStreamFeed(
         sources() if found is None else found,
         LIMITS,
         mixture=mixture,
-        layout=LAYOUT,
-        place=LAYOUT.place(place[0]),
+        layout=layout,
+        place=layout.place(place[0]),
         micro_batches=2,
         num_steps=steps,
         seed=0,
@@ -157,6 +156,29 @@ def test_ranks_go_on_with_the_samples_that_would_have_followed(ranks, steps):
         return taken(loader, STEPS)
 
     assert ranks.run(resumed) == [found[steps:] for found in whole]
+
+
+def test_ranks_of_other_stages_go_on_and_other_replicas_are_refused(ranks, monkeypatch):
+    def saved(place):
+        loader = loader_of(place)
+        return taken(loader, 3) and loader.state_dict(), taken(loader, 2)
+
+    found, layout = ranks.run(saved), Layout(2, REPLICAS)
+
+    def resumed(place):
+        loader = loader_of(place, layout=layout)
+        loader.load_state_dict(found[0][0])
+        return taken(loader, 2)
+
+    state = found[0][0]
+    of_one = {**state, "made_from": state["made_from"] | {"num_ranks": 1}, "replicas": state["replicas"][:1]}
+
+    def refused(place):
+        with pytest.raises(ConfigError, match="num_ranks must be that of the state of the streams, 1, got 2"):
+            loader_of(place).load_state_dict(of_one)
+
+    ranks.run(refused)
+    assert Ranks(monkeypatch, 4).run(resumed) == [steps for _, steps in found[:REPLICAS] + found[-REPLICAS:]]
 
 
 def test_a_source_that_ends_is_read_again_and_no_sample_is_left_out(ranks):
