@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from zipfile import is_zipfile
+from zlib import crc32
 
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
@@ -262,7 +263,7 @@ class CheckpointedEngine(TableEngine):
         # Rank 0 chooses one by the sizes of its files, and every rank reads the files that it wrote, and some of ranks
         # that there are no more. If a byte of them differs, rank 0 chooses again, without that checkpoint.
         damaged: dict[str, str] = {}
-        num_readers = dist.get_world_size()
+        readers = range(dist.get_world_size())
 
         def check(checkpoint: Path) -> str | None:
             return damaged.get(checkpoint.name) or saved_files.has_all_files(checkpoint)
@@ -273,7 +274,9 @@ class CheckpointedEngine(TableEngine):
             own = partial(
                 saved_files.problem_of,
                 folder / name,
-                lambda _, saved: saved.rank % num_readers == self.global_rank,
+                lambda file, saved: (
+                    (saved.rank if saved.rank in readers else crc32(file.encode()) % len(readers)) == self.global_rank
+                ),
             )
             problems = gather(run_on_all_ranks(own, where=self.where))
             problem = next((found for found in problems if found is not None), None)

@@ -62,11 +62,12 @@ class SavedStates:
     ) -> None:
         """Args: ``tensor``: this rank's place among the tensor ranks, and their number."""
         self._parts: dict[str, list[SavedPart]] = {}
-        bounds, (place, size) = pairwise(manifest["partition"]), tensor
-        stages = {stage for stage, (first, stop) in enumerate(bounds) if any(first <= each < stop for each in layers)}
+        bounds, (place, size) = enumerate(pairwise(manifest["partition"])), tensor
+        stages = [stage for stage, (first, stop) in bounds if any(first <= each < stop for each in layers)]
+        # PipelineParallelGrid numbers the ranks of a column stage by stage, and in a stage by tensor rank.
+        wanted = {stage * size + place for stage in stages}
         for number, file in _files(manifest["files"]):
-            # PipelineParallelGrid numbers the ranks of a column stage by stage, and in a stage by tensor rank.
-            if number // size in stages and number % size == place:
+            if number in wanted:
                 for name, part in _parts_of(checkpoint / file, opened(checkpoint / file), vlm):
                     self._parts.setdefault(name, []).append(part)
 

@@ -39,6 +39,8 @@ _TAKEN: Final = (
     "omnibal.data.held_out", "omnibal.data.images", "omnibal.data.broken", "omnibal.data.workers",
     "omnibal.data.max_image_pixels", "omnibal.data.ray",
     "omnibal.packing.samples_per_step",
+    # the optimizer's state is read by the names of weights
+    "zero_optimization.stage", "omnibal.pipeline.num_stages", "omnibal.pipeline.partition",
     "omnibal.pipeline.recompute", "omnibal.pipeline.schedule",
     "omnibal.optimizer.learning_rates.vision", "omnibal.optimizer.learning_rates.projector",
     "omnibal.optimizer.learning_rates.language",
@@ -53,10 +55,9 @@ _REFUSED: Final = (
     "omnibal.model.lora.modules_to_save",
 )  # fmt: skip
 _BY_EFFECT: Final = (
-    # the checkpoint's layout: classes and groups of the optimizer, precision, partition, what is trained
-    "optimizer", "optimizer.params", "scheduler", "zero_optimization.stage", "bf16.enabled", "data_types",
-    "omnibal.model.frozen", "omnibal.pipeline.num_stages", "omnibal.pipeline.partition", "omnibal.pipeline.plan",
-    "omnibal.pipeline.encoder", "omnibal.pipeline.num_tensor",
+    # the checkpoint's layout: classes and groups of the optimizer, precision, tensor ranks, what is trained
+    "optimizer", "optimizer.params", "scheduler", "bf16.enabled", "data_types",
+    "omnibal.model.frozen", "omnibal.pipeline.plan", "omnibal.pipeline.encoder", "omnibal.pipeline.num_tensor",
     # the place in the data: lengths, limits and how they are packed
     "omnibal.data.train", "omnibal.data.max_tiles", "omnibal.data.streaming", "omnibal.data.mixture",
     "omnibal.packing.vision_units", "omnibal.packing.llm_tokens", "omnibal.packing.method",

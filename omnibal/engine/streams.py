@@ -91,7 +91,7 @@ class PipelineStreamFeed(StreamFeed):
         if "made_from" not in state:
             raise ConfigError("data of the checkpoint must be streams as they are here, got samples with an index")
         # Of another number of replicas any position will do: made_from is refused then.
-        own = {"made_from": state["made_from"], **state["replicas"][self.rank % len(state["replicas"])]}
+        own = {"made_from": state["made_from"], **state["replicas"][min(self.rank, len(state["replicas"]) - 1)]}
         super().load_state_dict(own, tells=tells and dist.get_rank() == 0)
         self.steps_done = state["steps_done"]
 
