@@ -365,6 +365,13 @@ class CheckpointedEngine(TableEngine):
         position = deepcopy(_opened(Path(of_engine))["sampler"])  # the file is mapped
         states, ranks = None, self.module.ranks
         if with_optimizer and is_moved:
+            if (
+                self.zero_round_robin_gradients()
+            ):  # _link_all_hp_params is wrong then
+                raise ConfigError(
+                    "zero_optimization.round_robin_gradients must be false to go on with other stages, replicas or "
+                    "ZeRO, got true; DeepSpeed's files then do not say where weights lie"
+                )
             layers = [index for index, _ in self.module.numbered_layers()]
             states = SavedStates(checkpoint, saved, layers, self.module.vlm, _opened, (ranks.rank, ranks.size))
             states.check(self)

@@ -76,6 +76,9 @@ def other_batches(config, folder):
     total = engine.lr_scheduler.total_num_steps
     found = {"told": told, "steps": (total, engine.global_steps + engine.loader.steps_left(4))}
     found["samples"] = _trained(engine, engine.loader.feed.sampler.epoch_steps)["samples"]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError, match="round_robin_gradients must be false"):
+        patch.setattr(engine, "zero_round_robin_gradients", lambda: True)
+        engine.load_checkpoint(folder)
     (path,) = folder.glob("*/zero_pp_rank_0_mp_rank_01_optim_states.pt")
     content = torch.load(path, weights_only=False)
     found["refused"] = [_refused(engine, folder, path, damage(content)) for damage in (_without_a_weight, _in_blocks)]
