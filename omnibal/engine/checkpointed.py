@@ -217,7 +217,8 @@ class CheckpointedEngine(TableEngine):
             self.optimizer.refresh_fp32_params()  # its float32 copies are still those of the weights before
         if states is not None:
             states.load(self)
-        self._recount_steps()
+        if with_schedule:
+            self._recount_steps()
         self._renew(saved, rates, with_optimizer=with_optimizer, with_schedule=with_schedule)
         changed = moved + ([] if saved is None else compare(saved))
         if self.global_rank == 0 and (changed or saved is None):
@@ -363,20 +364,28 @@ class CheckpointedEngine(TableEngine):
         # SDLoaderBase.load takes the first file where there are others than stages.
         of_engine = self._get_ckpt_name(folder, name) if len(engines) == self.mp_world_size else engines[0]
         position = deepcopy(_opened(Path(of_engine))["sampler"])  # the file is mapped
-        states, ranks = None, self.module.ranks
+        states = None
         if with_optimizer and is_moved:
-            if (
-                self.zero_round_robin_gradients()
-            ):  # _link_all_hp_params is wrong then
-                raise ConfigError(
-                    "zero_optimization.round_robin_gradients must be false to go on with other stages, replicas or "
-                    "ZeRO, got true; DeepSpeed's files then do not say where weights lie"
-                )
-            layers = [index for index, _ in self.module.numbered_layers()]
-            states = SavedStates(checkpoint, saved, layers, self.module.vlm, _opened, (ranks.rank, ranks.size))
-            states.check(self)
+            states = self._states_of(checkpoint, saved)
         elif with_optimizer and self.save_zero_checkpoint:
             _opened(Path(self._get_zero_ckpt_name(folder, name)))
+        self._check_layers(checkpoint, strict=strict)
+        return position, states
+
+    def _states_of(self, checkpoint: Path, manifest: Mapping[str, Any]) -> SavedStates:
+        """The optimizer's state of this rank's layers, where other ranks wrote it."""
+        if self.zero_round_robin_gradients():  # _link_all_hp_params does not know the order in the flat buffers then
+            raise ConfigError(
+                "zero_optimization.round_robin_gradients must be false to go on with other stages, replicas or ZeRO, "
+                "got true; DeepSpeed's files then do not say where weights lie"
+            )
+        layers, ranks = [index for index, _ in self.module.numbered_layers()], self.module.ranks
+        states = SavedStates(checkpoint, manifest, layers, self.module.vlm, _opened, (ranks.rank, ranks.size))
+        states.check(self)
+        return states
+
+    def _check_layers(self, checkpoint: Path, *, strict: bool) -> None:
+        """Open the files of this rank's layers, which must have their weights."""
         for index, layer in self.module.numbered_layers():
             expected = {name: tensor.shape for name, tensor in layer.state_dict().items()}
             in_folder = set()  # weights beside adapters, which a checkpoint leaves to the model's folder
@@ -384,7 +393,7 @@ class CheckpointedEngine(TableEngine):
                 in_folder = {name for name, parameter in layer.named_parameters() if not parameter.requires_grad}
             place = str(checkpoint), index - self.module._local_start
             files = self.module.ckpt_layer_path_list(*place)
-            for path in [self.module.ckpt_layer_path(*place)] if ranks.size > 1 else files:
+            for path in [self.module.ckpt_layer_path(*place)] if self.module.ranks.size > 1 else files:
                 found = {name: tensor.shape for name, tensor in _opened(Path(path)).items()}
                 differing = {name for name, _ in found.items() ^ expected.items()} - (in_folder - found.keys())
                 if not strict:
@@ -394,7 +403,6 @@ class CheckpointedEngine(TableEngine):
                         f"checkpoint must be of a model with the same weights, got {path} with other "
                         f"{', '.join(sorted(differing)[:3])}"
                     )
-        return position, states
 
 
 @contextmanager

@@ -63,7 +63,9 @@ class SavedStates:
         """Args: ``tensor``: this rank's place among the tensor ranks, and their number."""
         self._parts: dict[str, list[SavedPart]] = {}
         bounds, (place, size) = enumerate(pairwise(manifest["partition"])), tensor
-        stages = [stage for stage, (first, stop) in bounds if any(first <= each < stop for each in layers)]
+        # A spread encoder has shares on all ranks.
+        spread = manifest.get("encoder") == "spread"
+        stages = [stage for stage, (first, stop) in bounds if spread or any(first <= each < stop for each in layers)]
         # PipelineParallelGrid numbers the ranks of a column stage by stage, and in a stage by tensor rank.
         wanted = {stage * size + place for stage in stages}
         for number, file in _files(manifest["files"]):

@@ -12,7 +12,7 @@ from tests.engine.launch import launch
 from tests.engine.small import save_small_model
 
 pytestmark = pytest.mark.distributed
-PAIRS, SIX = {"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 6}
+PAIRS, FOUR, SIX = ({"gradient_accumulation_steps": number} for number in (2, 4, 6))
 BF16 = {"bf16": {"enabled": True}}
 GROUPS = {"learning_rates": {"vision": 5e-3}, "weight_decay": "matrices"}
 
@@ -32,7 +32,7 @@ def found(tmp_path_factory):
     # Groups of which the second stage has some for placeholders only.
     grouped = [
         changed(config_of(model, stages, zero, BF16 | batch), "optimizer", **GROUPS)
-        for stages, zero, batch in ((1, 1, PAIRS), (2, 0, {"gradient_accumulation_steps": 4}))
+        for stages, zero, batch in ((1, 1, PAIRS), (2, 0, FOUR))
     ]
     pairs = [(config_of(model, 2, 1), config_of(model, 1, 0)), grouped]
     third = config_of(model, 2, 0, partition=[0, 6, 10], schedule="zero-bubble", recompute="none")
@@ -71,9 +71,10 @@ def test_more_processes_and_an_encoder_with_replicas_of_its_own(num_processes, t
     save_small_model(tmp_path / "model")
     config = partial(config_of, tmp_path / "model")
     pairs = {
-        3: [(config(3, 1, {"gradient_accumulation_steps": 4}), config(2, 1, PAIRS, encoder={"num_replicas": 1}))],
+        3: [(config(3, 1, FOUR), config(2, 1, PAIRS, encoder={"num_replicas": 1}))],
         4: [
             (config(2, 1, PAIRS), config(1, 1, {"gradient_accumulation_steps": 1})),
+            (config(2, 1, PAIRS, encoder="spread"), config(4, 0, FOUR, encoder="spread")),
             (config(4, 1, SIX), config(2, 0, SIX, encoder={"num_replicas": 3})),
         ],
     }
