@@ -9,7 +9,9 @@ from omnibal.advise.memory import TrainingPrecision
 from omnibal.advise.models import Model
 from omnibal.cluster import Cluster, Encoder, Layout
 from omnibal.data.lengths import SampleLengths
-from omnibal.planner.placements import PlacedStep
+from omnibal.data.limits import PackLimits
+from omnibal.pipeline.partition import Partition
+from omnibal.plan import Plan
 from omnibal.profile.counted import analytic_profile
 from omnibal.report.layouts import LayoutReport, causes_of
 
@@ -28,12 +30,12 @@ def candidate(kind, rate, unhidden=None, **shares):
     )  # fmt: skip
 
 
-SHARED = PlacedStep(
-    layout=Layout(2, 2, num_tensor=2, encoder=Encoder(1, 2, 2)), schedule="1f1b", micro_batches=4, boundaries=(0, 1, 2),
-    recompute=("none",) * 2, step_seconds=1.0, recompute_seconds=0.0, peak_bytes=60 * GIB,
+SHARED = Plan(
+    PackLimits(9, 4096), 4, Partition((0, 1, 2)), ("none",) * 2,
+    layout=Layout(2, 2, num_tensor=2, encoder=Encoder(1, 2, 2)),
 )  # fmt: skip
 UNITS = candidate("units", 20.0, useful=0.8, **{"tensor ranks": 0.1, "bubbles, transfers, sums of gradients": 0.1})
-UNITS = replace(UNITS, step=SHARED)
+UNITS = replace(UNITS, plan=SHARED)
 PIPELINE = candidate("pipeline", 16.0, useful=0.64, **{"bubbles, transfers, sums of gradients": 0.36})
 ZERO = candidate("zero", 15.0, 12.0, useful=0.6, waits=0.1, recomputation=0.2, communication=0.1)
 ANSWER = LayoutAnswer((UNITS, PIPELINE, ZERO), {"spread": 3 * GIB, "tensor": 0}, ("the heads 6, got 4",))
