@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from fcntl import LOCK_EX, flock
+from multiprocessing import parent_process
 from pathlib import Path
 from threading import Event, Thread, current_thread, main_thread
 from time import monotonic, sleep, time
@@ -239,8 +240,14 @@ def leave_ends_to_parent(worker: int) -> None:
     """Let a process that reads samples end with the process that it reads for: a DataLoader's ``worker_init_fn``."""
     # Launchers and terminals send SIGTERM and SIGINT to all processes below them, of which some save before they end.
     # A parent that ends sends SIGTERM to the readers that it has left, and waits for them: that one must be heard.
-    parent = os.getppid()
+    creator = parent_process()  # the process above may be multiprocessing's fork server
+    assert creator is not None, "a DataLoader's processes are multiprocessing's"
+    parent = creator.pid
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A thread that is there already would get SIGTERM in place of the one that waits for it: torch's handler then
+    # exits for its parent, and ends for others. Forked processes have one thread, others as many as their imports made.
+    if len([*(PROCESSES / "self/task").iterdir()]) > 1:
+        return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def wait() -> None:

@@ -277,7 +277,8 @@ from torch.utils.data import DataLoader
 from omnibal.processes import EndRequest, leave_ends_to_parent
 
 with EndRequest():
-    packs = iter(DataLoader(range(100), num_workers=2, worker_init_fn=leave_ends_to_parent))
+    options = {"num_workers": 2, "multiprocessing_context": sys.argv[1], "worker_init_fn": leave_ends_to_parent}
+    packs = iter(DataLoader(range(100), **options))
     next(packs), next(packs)  # one of each reader: both have begun
     print(*(worker.pid for worker in packs._workers), flush=True)
     for line in sys.stdin:
@@ -286,9 +287,12 @@ sys.modules["kept"] = packs  # as a run does that leaves while its loader has sa
 """
 
 
-def test_readers_outlive_signals_of_others_and_end_with_the_process_that_they_read_for():
+@pytest.mark.parametrize("start", ["fork", "forkserver", "spawn"])
+def test_readers_outlive_signals_of_others_and_end_with_the_process_that_they_read_for(start):
     options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", READS], **options) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", READS, start], env=os.environ | {"OMP_NUM_THREADS": "1"}, **options
+    ) as process:
         readers = [int(reader) for reader in process.stdout.readline().split()]
         for reader in readers:
             for each in processes.ENDS:

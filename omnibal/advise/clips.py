@@ -24,27 +24,29 @@ def clip_limits(model: Model, measured: MeasuredLengths, limits: PackLimits) -> 
     found = list[str]()
     if measured.videos:
         tokens = partial(tokens_of, count=estimated_tokens)
-        found.append(_limits("videos", measured.videos, _of_videos(model), tokens, measured, limits))
+        video = model.video_rule()
+        found.append(_limits("videos", measured.videos, video, _of_videos(model, video), tokens, measured, limits))
     if measured.sounds:
-        rules = _of_seconds(model.sound_rule(), "sounds")
-        found.append(_limits("sounds", measured.sounds, rules, attrgetter("llm_tokens"), measured, limits))
+        sound, of_sound = model.sound_rule(), attrgetter("llm_tokens")
+        rules = _of_seconds(sound, "sounds")
+        found.append(_limits("sounds", measured.sounds, sound, rules, of_sound, measured, limits))
     return [text for text in found if text]
 
 
 def _limits(
     kind: str,
     clips: Mapping[int, tuple[Any, ...]],
+    rule: Loads,
     rules: Iterator[tuple[str, Loads]],
     tokens_of_clip: Callable[[Any], int],
     measured: MeasuredLengths,
     limits: PackLimits,
 ) -> str:
-    """What to say of videos or sounds; ``rules`` yields today's first, then those under limits, the largest first."""
+    """What to say of videos or sounds; ``rule`` is today's, ``rules`` have limits, of each kind the largest first."""
     lengths = measured.lengths
     over = [sample for sample in limits.oversized(lengths).tolist() if sample in clips]
     if not over:
         return ""
-    _, rule = next(rules)
     today = {sample: [rule(header) for header in headers] for sample, headers in clips.items()}
 
     def fits(loads: Loads, sample: int) -> bool:
@@ -66,18 +68,16 @@ def _limits(
     return f"{exceed}: {told}"
 
 
-def _of_videos(model: Model) -> Iterator[tuple[str, Loads]]:
-    yield "today", (rule := model.video_rule())
+def _of_videos(model: Model, rule: Loads) -> Iterator[tuple[str, Loads]]:
     for frames in FRAMES:
         yield f"max_frames {frames}", model.video_rule(max_frames=frames, min_frames=min(frames, 4))
     for side in SIDES:
         size: Mapping[str, int] = {"longest_edge": side**2, "shortest_edge": 28**2}
         yield f"longest_edge {side**2:,} (pixels)", model.video_rule(size=size)
-    yield from list(_of_seconds(rule, "clips"))[1:]
+    yield from _of_seconds(rule, "clips")
 
 
 def _of_seconds(rule: Loads, kind: str) -> Iterator[tuple[str, Loads]]:
-    yield "today", rule
     for seconds in SECONDS:
         yield f"{kind} of {seconds} seconds", partial(_cut, rule, seconds)
 

@@ -25,9 +25,8 @@ FLOAT32, FLOAT16 = 4, 2
 ELEMENTS: Final = {"bfloat16": FLOAT16, "float32": FLOAT32}  # bytes of a number by a profile's dtype
 # Layers whose parameters are matrices, but for a few: Muon keeps less of these than of embeddings, heads and norms.
 BLOCKS: Final = (
-    *("vision_block", "window_block", "deepstack_block", "decoder_block", "projector", "sound_block"),
-    "sound_projector",
-)
+    "vision_block", "window_block", "deepstack_block", "decoder_block", "projector", "sound_block", "sound_projector",
+)  # fmt: skip
 # Parameters of a rank's share under ZeRO 3 that are updated at a time: DeepSpeed's default of sub_group_size.
 UPDATED_AT_ONCE: Final = 10**9
 # Bytes of a gradient's copies at the update under ZeRO: in float32, and the flat 16-bit one that this is made of.

@@ -109,7 +109,8 @@ def plan(
     _check(workspace, out, trials=trials > 0, from_run=from_run)
     if from_run is not None:
         refuse({"measure": measure}, "a run has measured costs")
-        fixed = fixed or _take_measured(workspace, RunFiles(from_run))
+        of_run = _take_measured(workspace, RunFiles(from_run))
+        fixed = fixed or of_run
     weighs, weighed = layout != "pipeline", None
     request = request_of(workspace, samples_per_step, fixed, num_stages, weighs=weighs)
     if weighs:

@@ -220,7 +220,7 @@ class CheckpointedEngine(TableEngine):
         if with_schedule:
             self._recount_steps()
         self._renew(saved, rates, with_optimizer=with_optimizer, with_schedule=with_schedule)
-        changed = moved + ([] if saved is None else compare(saved))
+        changed = moved + ([] if saved is None else compare(saved))  # with the steps of the schedule, counted anew
         if self.global_rank == 0 and (changed or saved is None):
             what = f"other settings: {', '.join(map(str, changed))}"
             if saved is None:

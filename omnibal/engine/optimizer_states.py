@@ -58,9 +58,9 @@ class SavedStates:
         layers: Collection[int],
         vlm: VisionLanguageModel,
         opened: Callable[[Path], Any],
-        tensor: tuple[int, int] = (0, 1),
+        tensor: tuple[int, int],
     ) -> None:
-        """Args: ``tensor``: this rank's place among the tensor ranks, and their number."""
+        """Map the files of the stages that had ``layers``; ``tensor`` is a tensor rank, and how many there are."""
         self._parts: dict[str, list[SavedPart]] = {}
         bounds, (place, size) = enumerate(pairwise(manifest["partition"])), tensor
         # A spread encoder has shares on all ranks.

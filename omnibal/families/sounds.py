@@ -37,9 +37,9 @@ def sound_rule(config: Config, extractor: Config) -> SoundRule:
     >>> rule(SoundHeader(samples=44100, rate=44100))
     SoundLoad(vision_units=1, sound_units=0, llm_tokens=25)
     """
-    families = [model_type for family in (AUDIO, OMNI) for model_type in family.model_types]
-    if config.get("model_type") not in families:
-        raise ConfigError(f"model_type must be one of {', '.join(families)}, got {config.get('model_type')!r}")
+    known = (*AUDIO.model_types, *OMNI.model_types)
+    if config.get("model_type") not in known:
+        raise ConfigError(f"model_type must be one of {', '.join(known)}, got {config.get('model_type')!r}")
     rate, hop, seconds = (size(extractor, key) for key in ("sampling_rate", "hop_length", "chunk_length"))
     return partial(_sound_load, config["model_type"] in AUDIO.model_types, rate, hop, seconds)
 

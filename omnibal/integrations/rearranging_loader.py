@@ -304,6 +304,7 @@ def counted_costs(
     """
     device = device or next(model.parameters()).device
     on_gpu = device.type == "cuda"
+    # The last encoder's units are what limits call vision units, whether it sees or, alone, hears.
     phases, tokens = known_phases(model), None if limits is None else limits.llm_tokens
     most: dict[str, int | None] = (
         {} if limits is None else {"sound": limits.sound_units, phases[-1]: limits.vision_units}

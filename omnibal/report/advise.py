@@ -22,6 +22,7 @@ from omnibal.report.style import (
     GREY,
     ORANGE,
     PINK,
+    SKY,
     VERMILION,
     code,
     drawing,
@@ -37,7 +38,7 @@ from omnibal.report.style import (
 if TYPE_CHECKING:
     from omnibal.report.layouts import LayoutReport  # its loops are compiled, which no other advice needs
 
-CAUSE_COLOURS: Final = (GREEN, GREY, VERMILION, ORANGE, PINK, BLUE, "#56B4E9")
+CAUSE_COLOURS: Final = (GREEN, GREY, VERMILION, ORANGE, PINK, BLUE, SKY)
 BUFFERED: Final = "a buffer on each rank; the drop-in plans it"  # what balance takes to adopt where data is a stream
 
 

@@ -23,8 +23,9 @@ GREEN: Final = "#009E73"
 PINK: Final = "#CC79A7"
 VERMILION: Final = "#D55E00"
 GREY: Final = "#5F6368"
+SKY: Final = "#56B4E9"
 # Okabe and Ito's colours, which the colour-blind can tell apart, and three more.
-SERIES: Final = (BLUE, ORANGE, GREEN, PINK, "#56B4E9", VERMILION, "#F0E442", "#8C6BB1", "#7F7F7F", "#A6761D")
+SERIES: Final = (BLUE, ORANGE, GREEN, PINK, SKY, VERMILION, "#F0E442", "#8C6BB1", "#7F7F7F", "#A6761D")
 GIB: Final = 2**30
 MIB: Final = 2**20
 

@@ -80,6 +80,10 @@ def test_a_plan_of_the_costs_that_a_run_measured(omnibal, refusal, ds_config, tm
     run.mkdir()
     before.save(run / "run_plan.json")
     (run / "metrics.jsonl").write_text(found.line(step=20))
+    omnibal("plan", config, "--samples-per-step", 16, "--from-run", run, "--limits", "12,220")
+    other = Plan.load(tmp_path / "run" / "what-if" / "plan.json")
+    assert other.predicted.step_seconds > 1.2 * before.predicted.step_seconds  # 0.85 for costs as they were counted
+    assert other.limits == PackLimits(12, 220)
     omnibal("plan", config, "--samples-per-step", 16, "--from-run", run, "--write")
     after, measured = Plan.load(tmp_path / "run" / "plan.json"), ModelProfile.load(tmp_path / "run" / "profile.json")
     assert after.predicted.step_seconds > 1.5 * before.predicted.step_seconds
