@@ -263,11 +263,17 @@ def plot_training(metrics: Metrics, path: Path) -> None:
     losses = np.array([record["loss"] for record in metrics.steps])
     steps = [record["step"] for record in metrics.steps]
     at = [record["step"] for record in metrics.evaluations]
+    from matplotlib.ticker import LogLocator
+
     with drawing(path, 9, 3.6) as figure:
         axes = figure.subplots()
         axes.plot(steps, losses, color=BLUE, alpha=0.25, linewidth=0.8)
         axes.plot(steps, _moving_mean(losses), color=BLUE, label="training loss, mean of the last 20 steps")
         axes.set(xlabel="step", ylabel="loss of a target token", yscale="log")
+        # Numbers in place of powers of ten, which would be formulas: style.py leaves formulas unread.
+        axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
         if at:
             held_out = [record["held_out_loss"] for record in metrics.evaluations]
             right = [100 * record["held_out_accuracy"] for record in metrics.evaluations]

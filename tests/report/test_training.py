@@ -4,6 +4,7 @@ from math import inf, nan
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from omnibal.data.limits import PackLimits
 from omnibal.errors import DataError
@@ -84,6 +85,17 @@ def test_a_step_that_is_not_finite_stays_out_of_means(tmp_path):
     metrics = read_metrics(tmp_path / "metrics.jsonl")
     assert training_rows(metrics)["loss"] == "nan → 2.000 (mean of the last steps)"
     plot_training(metrics, tmp_path / "loss.png")
+
+
+def test_the_loss_has_numbers_at_its_axis(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **options: drawn.append(figure))
+    logged(tmp_path / "metrics.jsonl", 30)
+    plot_training(read_metrics(tmp_path / "metrics.jsonl"), tmp_path / "loss.png")
+    loss, *_ = drawn[0].axes
+    drawn[0].draw_without_rendering()
+    labels = [label.get_text() for which in ("major", "minor") for label in loss.get_yticklabels(which=which)]
+    assert [float(label) for label in labels if label]
 
 
 def test_samples_over_the_limits_of_a_stream_are_counted(tmp_path):
