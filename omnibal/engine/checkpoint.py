@@ -19,6 +19,7 @@ from omnibal.engine.saved_files import (
     MANIFEST,
     fingerprint,
     latest_checkpoint,
+    layer_files,
     offer,
     problem_of,
     read_manifest,
@@ -151,16 +152,7 @@ def join_layers(layers: Path, folder: Path, *, merged: bool = False) -> None:
 
 def _layer_state(checkpoint: Path, model: VisionLanguageModel, index: int) -> dict[str, Tensor]:
     """The whole weights of a layer, which is in one file, or in one file for each tensor rank."""
-    files = sorted(checkpoint.glob(f"layer_{index:02d}-*model_states.pt"))
-    # DeepSpeed's names for them (PipelineModule.ckpt_layer_path).
-    names = [f"layer_{index:02d}-model_{rank:02d}-model_states.pt" for rank in range(len(files))]
-    if len(files) != 1 and ([path.name for path in files] != names or not files):
-        raise ConfigError(
-            f"checkpoint must hold one file for layer {index}, or one of each tensor rank, got {len(files)} in "
-            f"{checkpoint}"
-        )
-    states = [_read_layer(path) for path in files]
-    return states[0] if len(states) == 1 else whole_state(model, index, states)
+    return whole_state(model, index, [_read_layer(path) for path in layer_files(checkpoint, index)])
 
 
 def _read_layer(path: Path) -> dict[str, Tensor]:

@@ -37,10 +37,8 @@ from omnibal.vlm.weights import SINGLE_FILE, check_data, load_data
 LOG: Final = logging.getLogger(__name__)
 # DeepSpeed's classes, of which its optimizers save objects beside tensors and numbers.
 _CLASSES: Final = (LossScaler, ZeroStageEnum, fragment_address)
-# What checkpoints had that do not say.
-_BEFORE: Final = {"num_tensor": 1}
 # Where the optimizer's state lies: under other values each rank reads it by the names of its weights.
-_PLACES: Final = ("partition", "num_replicas", "zero_stage", "grad_accum_dtype")
+_PLACES: Final = ("partition", "num_replicas", "num_tensor", "zero_stage", "grad_accum_dtype")
 
 
 class CheckpointedEngine(TableEngine):
@@ -170,7 +168,7 @@ class CheckpointedEngine(TableEngine):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str, dict[str, Any]]:
-        """Go on exactly where a checkpoint was saved, also with other stages, replicas, ZeRO or micro-batches.
+        """Go on exactly where a checkpoint was saved, also in another layout, with other ZeRO or micro-batches.
 
         Args:
             tag: Name of the checkpoint; by default the newest one goes on.
@@ -187,7 +185,7 @@ class CheckpointedEngine(TableEngine):
         with_optimizer = load_optimizer_states and not load_module_only
         with_schedule = load_lr_scheduler_states and not load_module_only
         layout = self._layout(with_optimizer=with_optimizer, with_schedule=with_schedule)
-        manifest = saved_files.read_manifest(folder / name)
+        manifest = {"num_tensor": 1} | saved_files.read_manifest(folder / name)  # which older ones do not name
         moved = [SettingChange(key, manifest.get(key), layout.get(key)) for key in _PLACES]
         moved = [change for change in moved if change.saved != change.value]
         # DeepSpeedEngine.load_checkpoint communicates: what can fail on one rank only has to fail before.
@@ -351,7 +349,7 @@ class CheckpointedEngine(TableEngine):
         """
         saved = saved_files.read_manifest(checkpoint)
         for key, value in layout.items():  # or optimizer states would land on other layers
-            before = saved.get(key, _BEFORE.get(key))
+            before = saved.get(key)
             if before != value and key not in _PLACES:
                 raise ConfigError(
                     f"{key} must be that of the checkpoint {checkpoint} ({before}) to resume, got {value}; "
@@ -379,8 +377,8 @@ class CheckpointedEngine(TableEngine):
                 "zero_optimization.round_robin_gradients must be false to go on with other stages, replicas or ZeRO, "
                 "got true; DeepSpeed's files then do not say where weights lie"
             )
-        layers, ranks = [index for index, _ in self.module.numbered_layers()], self.module.ranks
-        states = SavedStates(checkpoint, manifest, layers, self.module.vlm, _opened, (ranks.rank, ranks.size))
+        layers = [index for index, _ in self.module.numbered_layers()]
+        states = SavedStates(checkpoint, manifest, layers, self.module.vlm, _opened, self.module.ranks)
         states.check(self)
         return states
 
@@ -391,18 +389,16 @@ class CheckpointedEngine(TableEngine):
             in_folder = set()  # weights beside adapters, which a checkpoint leaves to the model's folder
             if self.resolved.base is not None:
                 in_folder = {name for name, parameter in layer.named_parameters() if not parameter.requires_grad}
-            place = str(checkpoint), index - self.module._local_start
-            files = self.module.ckpt_layer_path_list(*place)
-            for path in [self.module.ckpt_layer_path(*place)] if self.module.ranks.size > 1 else files:
-                found = {name: tensor.shape for name, tensor in _opened(Path(path)).items()}
-                differing = {name for name, _ in found.items() ^ expected.items()} - (in_folder - found.keys())
-                if not strict:
-                    differing &= found.keys() & expected.keys()
-                if differing:
-                    raise ConfigError(
-                        f"checkpoint must be of a model with the same weights, got {path} with other "
-                        f"{', '.join(sorted(differing)[:3])}"
-                    )
+            saved = self.module.saved_state(checkpoint, index, _opened_without_numbers)
+            found = {name: tensor.shape for name, tensor in saved.items()}
+            differing = {name for name, _ in found.items() ^ expected.items()} - (in_folder - found.keys())
+            if not strict:
+                differing &= found.keys() & expected.keys()
+            if differing:
+                raise ConfigError(
+                    f"checkpoint must be of a model with the same weights, got layer {index} of {checkpoint} with "
+                    f"other {', '.join(sorted(differing)[:3])}"
+                )
 
 
 @contextmanager
@@ -447,3 +443,7 @@ def _opened(path: Path) -> Any:
         raise ConfigError(
             f"checkpoint must be readable, got {path}: {type(error).__name__}: {error}{others}"
         ) from error
+
+
+def _opened_without_numbers(path: Path) -> dict[str, Tensor]:
+    return {name: tensor.to("meta") for name, tensor in _opened(path).items()}

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -15,13 +16,14 @@ from torch import Tensor, nn
 from omnibal.config import OptimizerSection
 from omnibal.engine.grid import topology_of, unequal_grids
 from omnibal.engine.resolve import ParameterGroup, ResolvedRun, Weights
+from omnibal.engine.saved_files import layer_files
 from omnibal.families.base import Module, encoder_layers
 from omnibal.plan import Plan
 from omnibal.ranks import gather, run_on_all_ranks
 from omnibal.vlm.attention import sample_lengths
 from omnibal.vlm.backward import run_layer
 from omnibal.vlm.payload import PackCounts, Payload, note_counts
-from omnibal.vlm.tensor import COUNTED, TensorGroup, share_layer
+from omnibal.vlm.tensor import COUNTED, TensorGroup, own_state, share_layer
 from omnibal.vlm.weights import load_layer
 
 PLACEHOLDER: Final = "placeholder"  # in place of a name on disk
@@ -205,10 +207,20 @@ class VlmPipelineModule(PipelineModule):
             )
 
     def load_state_dir(self, load_dir: str, checkpoint_engine: Any, strict: bool = True) -> None:
-        super().load_state_dir(load_dir, checkpoint_engine, strict=strict)
-        for index, layer in enumerate(self.encoder):
-            (path,) = self.ckpt_layer_path_list(load_dir, self._place(index))
-            layer.load_state_dict(checkpoint_engine.load(path, map_location="cpu"), strict=strict)
+        # PipelineModule knows its stage's layers only, from a checkpoint of as many tensor ranks.
+        opened = partial(checkpoint_engine.load, map_location="cpu")
+        for index, layer in self.numbered_layers():
+            layer.load_state_dict(self.saved_state(Path(load_dir), index, opened), strict=strict)
+        self._synchronize_tied_weights()
+
+    def saved_state(
+        self, checkpoint: Path, index: int, opened: Callable[[Path], Mapping[str, Tensor]]
+    ) -> Mapping[str, Tensor]:
+        """What a checkpoint of any number of tensor ranks holds of a layer, as this rank has it."""
+        files, ranks = layer_files(checkpoint, index), self.ranks
+        if len(files) == ranks.size:
+            return opened(files[ranks.rank])
+        return own_state(self.vlm, index, [opened(path) for path in files], ranks)
 
     def _place(self, index: int) -> int:
         # PipelineModule names a layer's file by its place in the stage, to which it adds _local_start again.

@@ -1,14 +1,17 @@
-"""The optimizer's state from a checkpoint of other stages, replicas or ZeRO, by the names of weights.
+"""The optimizer's state from a checkpoint of other stages, replicas, tensor ranks or ZeRO, by the names of weights.
 
 Every replica of a stage writes what it updates: whole weights without ZeRO; under ZeRO 1 and in bfloat16 equal shares
 of flat buffers, where a weight may lie on several replicas. Files say which names lie where. So each rank maps the
-files of the stages that had its layers, and reads the numbers of its own weights and its own share only.
+files of the stages that had its layers, and reads the numbers of its own weights and its own share only; of another
+number of tensor ranks those of whole weights, one at a time, which it cuts anew.
 """
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from itertools import chain, pairwise
+from math import prod
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -18,6 +21,7 @@ from torch import Tensor
 from omnibal.engine.module import ON_ALL_RANKS, PLACEHOLDER
 from omnibal.errors import ConfigError
 from omnibal.vlm.layers import VisionLanguageModel
+from omnibal.vlm.tensor import TensorGroup, own_state
 
 # DeepSpeed's names of files: of the replicas' shares and, where there are none, of each stage's engine.
 _SHARE: Final = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -49,7 +53,7 @@ class OwnPart(NamedTuple):
 
 
 class SavedStates:
-    """The optimizer's state of the weights in some layers, from a checkpoint of as many tensor ranks."""
+    """The optimizer's state of the weights in some layers."""
 
     def __init__(
         self,
@@ -58,34 +62,37 @@ class SavedStates:
         layers: Collection[int],
         vlm: VisionLanguageModel,
         opened: Callable[[Path], Any],
-        tensor: tuple[int, int],
+        ranks: TensorGroup,
     ) -> None:
-        """Map the files of the stages that had ``layers``; ``tensor`` is a tensor rank, and how many there are."""
-        self._parts: dict[str, list[SavedPart]] = {}
-        bounds, (place, size) = enumerate(pairwise(manifest["partition"])), tensor
+        """Map the files of the stages that had ``layers``."""
+        self._vlm, self._ranks, self._size = vlm, ranks, manifest.get("num_tensor", 1)
+        # By name on disk the parts of each tensor rank's weight that this rank reads.
+        self._parts: dict[str, list[list[SavedPart]]] = {}
+        bounds = enumerate(pairwise(manifest["partition"]))
         # A spread encoder has shares on all ranks.
         spread = manifest.get("encoder") == "spread"
         stages = [stage for stage, (first, stop) in bounds if spread or any(first <= each < stop for each in layers)]
         # PipelineParallelGrid numbers the ranks of a column stage by stage, and in a stage by tensor rank.
-        wanted = {stage * size + place for stage in stages}
+        places = [ranks.rank] if self._size == ranks.size else range(self._size)
+        wanted = {stage * self._size + place: number for stage in stages for number, place in enumerate(places)}
         for number, file in _files(manifest["files"]):
             if number in wanted:
                 for name, part in _parts_of(checkpoint / file, opened(checkpoint / file), vlm):
-                    self._parts.setdefault(name, []).append(part)
+                    self._parts.setdefault(name, [[] for _ in places])[wanted[number]].append(part)
+        self._layers = {name: (index, own) for index in layers for own, name in vlm.weight_names(index).items()}
 
     def check(self, engine: Any) -> None:
         """Refuse a checkpoint that lacks state of a weight that this rank updates, or has another kind of it."""
         for _, owned in chain.from_iterable(_owned(engine)):
             for own in owned:
-                for part in self._of(own):
-                    expected = own.num_weights if part.length is None else part.length
+                for part in chain.from_iterable(self._of(own)):
                     lengths = {key: value.numel() for key, value in part.state.items() if _is_row(value)}
-                    key = next((key for key, length in lengths.items() if length != expected), None)
+                    key = next((key for key, length in lengths.items() if length != part.length), None)
                     if key is not None:
                         raise ConfigError(
                             f"the optimizer's {key} must have a number for each weight to be cut otherwise, got "
-                            f"{lengths[key]} numbers for {expected} weights of {own.name} in {part.path}; resume with "
-                            "the stages, replicas and ZeRO of the checkpoint"
+                            f"{lengths[key]} numbers for {part.length} weights of {own.name} in {part.path}; resume "
+                            "with the stages, replicas, tensor ranks and ZeRO of the checkpoint"
                         )
 
     def load(self, engine: Any) -> None:
@@ -97,46 +104,72 @@ class SavedStates:
             for tensor, parts in owned:
                 state[len(state)] = self._state_of(tensor, parts)
                 for own in parts if has_copies else ():
-                    copies = [part.weights for part in self._of(own) if part.weights is not None]
-                    _copy(copies, own, tensor.detach())
+                    _copy(self._rows(own, lambda part: part.weights), own, tensor.detach())
             names = [own.name for _, parts in owned for own in parts]
             groups.append({**self._settings_of(group, names), "params": [*range(first, len(state))]})
         basic.load_state_dict({"state": state, "param_groups": groups})
         if has_copies:  # as DeepSpeed's own loading ends: the optimizer's state lies in other tensors now
             engine.optimizer._link_all_hp_params()
 
-    def _of(self, own: OwnPart) -> list[SavedPart]:
-        """The parts of the whole weight, one behind the other; none of a placeholder, whose state is zero."""
-        found, length = list[SavedPart](), 0
-        if own.name == PLACEHOLDER:
-            return found
-        for part in self._parts.get(own.name, ()):
-            if length < own.num_weights:  # a tied weight follows once more, from its other stage
-                found.append(part)
-                length += own.num_weights if part.length is None else part.length
-        if length != own.num_weights:
-            raise ConfigError(
-                f"checkpoint must hold the optimizer's state of {own.num_weights} weights of {own.name}, got {length} "
-                f"in {', '.join(str(part.path) for part in found) or 'none of its files'}"
-            )
+    def _of(self, own: OwnPart) -> list[list[SavedPart]]:
+        """Of each tensor rank the parts of its weight, one behind the other; none of a placeholder."""
+        if own.name == PLACEHOLDER:  # its state is zero
+            return []
+        found = list[list[SavedPart]]()
+        for rank, saved in enumerate(self._parts.get(own.name, [[]])):
+            expected = prod(self._shape(own, rank))
+            parts, length = list[SavedPart](), 0
+            for part in saved:
+                if length < expected:  # a tied weight follows once more, from its other stage
+                    parts.append(part._replace(length=expected if part.length is None else part.length))
+                    length += parts[-1].length
+            if length != expected:
+                raise ConfigError(
+                    f"checkpoint must hold the optimizer's state of {expected} weights of {own.name}, got {length} "
+                    f"in {', '.join(str(part.path) for part in parts) or 'none of its files'}"
+                )
+            found.append(parts)
         return found
+
+    def _shape(self, own: OwnPart, rank: int) -> tuple[int, ...]:
+        """The weight's shape on one of the tensor ranks that are read."""
+        if self._size == self._ranks.size:
+            return (own.num_weights,)
+        index, name = self._layers[own.name]
+        shape = list(self._vlm.skeleton.state_dict()[self._vlm.paths(index)[name]].shape)
+        if (cut := self._vlm.slices(index, self._size, rank).get(name)) is not None:
+            shape[cut.dim] = cut.width
+        return tuple(shape)
+
+    def _rows(self, own: OwnPart, row_of: Callable[[SavedPart], Tensor | None]) -> list[Tensor]:
+        """A row of numbers of this rank's whole weight, in parts; empty where the checkpoint has none."""
+        by_rank = [[row for part in parts if (row := row_of(part)) is not None] for parts in self._of(own)]
+        if self._size == self._ranks.size or not any(by_rank):
+            return [*chain.from_iterable(by_rank)]
+        index, name = self._layers[own.name]
+        states = [
+            {name: torch.cat([row.flatten() for row in rows]).view(self._shape(own, rank))}
+            for rank, rows in enumerate(by_rank)
+        ]
+        return [own_state(self._vlm, index, states, self._ranks)[name]]
 
     def _state_of(self, tensor: Tensor, parts: Sequence[OwnPart]) -> dict[str, Any]:
         # Padding between weights has zeros; what is counted (steps) is alike for all weights.
-        like = next((part.state for of_name in self._parts.values() for part in of_name), {})
+        parts_of_all = chain.from_iterable(chain.from_iterable(self._parts.values()))
+        like = next((part.state for part in parts_of_all), {})
         state = {key: _zeros(tensor, value) if _is_row(value) else deepcopy(value) for key, value in like.items()}
         for own in parts:
             saved = self._of(own)
-            for key, value in saved[0].state.items() if saved else ():
+            for key, value in saved[0][0].state.items() if saved else ():
                 if _is_row(value):
-                    _copy([part.state[key] for part in saved], own, state[key])
+                    _copy(self._rows(own, partial(_numbers, key)), own, state[key])
                 else:
                     state[key] = deepcopy(value)
         return state
 
     def _settings_of(self, group: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
         """The settings that a group of weights was saved with; a group of placeholders alone keeps its own."""
-        saved = next((self._parts[name][0].group for name in names if name != PLACEHOLDER), group)
+        saved = next((self._parts[name][0][0].group for name in names if name != PLACEHOLDER), group)
         own = {key: group[key] for key in ("names", ON_ALL_RANKS) if key in group}
         return {key: value for key, value in saved.items() if key != ON_ALL_RANKS} | own
 
@@ -198,6 +231,11 @@ def _owned(engine: Any) -> Iterator[list[tuple[Tensor, list[OwnPart]]]]:
                 name = places.get(parameter, (PLACEHOLDER,))[0]
                 parts.append(OwnPart(name, parameter.numel(), own.start, place, own.numel))
         yield [(group["params"][0], parts)]
+
+
+def _numbers(key: str, part: SavedPart) -> Tensor:
+    numbers: Tensor = part.state[key]
+    return numbers
 
 
 def _is_row(value: Any) -> bool:

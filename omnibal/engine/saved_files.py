@@ -52,6 +52,19 @@ class SavedFile(NamedTuple):
         return cls(size, checksum, rank)
 
 
+def layer_files(checkpoint: Path, index: int) -> list[Path]:
+    """The files with the weights of a layer: one, or one of each tensor rank."""
+    files = sorted(checkpoint.glob(f"layer_{index:02d}-*model_states.pt"))
+    # DeepSpeed's names for them (PipelineModule.ckpt_layer_path).
+    names = [f"layer_{index:02d}-model_{rank:02d}-model_states.pt" for rank in range(len(files))]
+    if len(files) != 1 and ([path.name for path in files] != names or not files):
+        raise ConfigError(
+            f"checkpoint must hold one file for layer {index}, or one of each tensor rank, got {len(files)} in "
+            f"{checkpoint}"
+        )
+    return files
+
+
 def flush(path: Path) -> None:
     """Wait until a file, or a folder's list of files, is on its disk: some disks say only then that they are full."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -40,7 +40,8 @@ _TAKEN: Final = (
     "omnibal.data.max_image_pixels", "omnibal.data.ray",
     "omnibal.packing.samples_per_step",
     # the optimizer's state is read by the names of weights
-    "zero_optimization.stage", "omnibal.pipeline.num_stages", "omnibal.pipeline.partition",
+    "zero_optimization.stage", "omnibal.pipeline.num_stages", "omnibal.pipeline.num_tensor",
+    "omnibal.pipeline.partition",
     "omnibal.pipeline.recompute", "omnibal.pipeline.schedule",
     "omnibal.optimizer.learning_rates.vision", "omnibal.optimizer.learning_rates.projector",
     "omnibal.optimizer.learning_rates.language",
@@ -55,9 +56,9 @@ _REFUSED: Final = (
     "omnibal.model.lora.modules_to_save",
 )  # fmt: skip
 _BY_EFFECT: Final = (
-    # the checkpoint's layout: classes and groups of the optimizer, precision, tensor ranks, what is trained
+    # the checkpoint's layout: classes and groups of the optimizer, precision, what is trained
     "optimizer", "optimizer.params", "scheduler", "bf16.enabled", "data_types",
-    "omnibal.model.frozen", "omnibal.pipeline.plan", "omnibal.pipeline.encoder", "omnibal.pipeline.num_tensor",
+    "omnibal.model.frozen", "omnibal.pipeline.plan", "omnibal.pipeline.encoder",
     # the place in the data: lengths, limits and how they are packed
     "omnibal.data.train", "omnibal.data.max_tiles", "omnibal.data.streaming", "omnibal.data.mixture",
     "omnibal.packing.vision_units", "omnibal.packing.llm_tokens", "omnibal.packing.method",

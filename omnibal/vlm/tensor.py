@@ -262,6 +262,15 @@ def whole_state(model: "VisionLanguageModel", index: int, states: Sequence[Mappi
     return found
 
 
+def own_state(
+    model: "VisionLanguageModel", index: int, states: Sequence[Mapping[str, Tensor]], ranks: TensorGroup
+) -> dict[str, Tensor]:
+    """A tensor rank's weights of layer ``index``, from those of a group of any size in their order."""
+    own = model.slices(index, ranks.size, ranks.rank)
+    whole = whole_state(model, index, states)
+    return {name: part_of(weight, own[name]) if name in own else weight for name, weight in whole.items()}
+
+
 def _mark_partial(module: nn.Module, place: str, slices: Mapping[str, Slice], rows: list[str]) -> None:
     """Mark what is whole behind `copy_of` and before the sum of a row layer: norms of heads, A of an adapter."""
     for name, parameter in module.named_parameters():

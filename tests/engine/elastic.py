@@ -9,6 +9,7 @@ import torch.distributed as dist
 from omnibal.engine import checkpointed
 from omnibal.engine.initialize import initialize
 from omnibal.errors import ConfigError
+from omnibal.vlm.tensor import whole_state
 from tests.engine.cases import SmallDataset, _write, weights_of
 
 SAVED_AT, LAST_STEP, COPIES = 3, 5, 6
@@ -58,13 +59,28 @@ def _trained(engine, until):
         losses.append(engine.train_batch().item())
         packs = engine.loader.feed.sampler.step(engine.last_step.index).packs
         samples.append((engine.last_step.epoch, sorted(packs.samples.tolist())))
-    return {"losses": losses, "samples": samples, "weights": weights_of(engine)}
+    return {"losses": losses, "samples": samples, "weights": _joined(engine, weights_of(engine))}
 
 
 def _copies_of(engine):
     """Whole float32 copies of this stage's weights, where the optimizer has some."""
     places = engine.module.places().items()
-    return {name: each.get_full_hp_param() for each, (name, _) in places if hasattr(each, "get_full_hp_param")}
+    copies = {name: each.get_full_hp_param() for each, (name, _) in places if hasattr(each, "get_full_hp_param")}
+    return _joined(engine, copies)
+
+
+def _joined(engine, weights):
+    """This stage's whole weights, of which each tensor rank has a part."""
+    ranks, vlm, found = engine.module.ranks, engine.module.vlm, {}
+    if ranks.size == 1:
+        return weights
+    of_ranks = [None] * ranks.size
+    dist.all_gather_object(of_ranks, weights, group=ranks.group)
+    for index, _ in engine.module.numbered_layers():
+        names = {name: on_disk for name, on_disk in vlm.weight_names(index).items() if on_disk in weights}
+        states = [{name: own[on_disk] for name, on_disk in names.items()} for own in of_ranks]
+        found |= {names[name]: whole for name, whole in whole_state(vlm, index, states).items()}
+    return found
 
 
 def other_batches(config, folder):

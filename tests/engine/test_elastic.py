@@ -1,4 +1,4 @@
-"""A checkpoint goes on with other stages, replicas, ZeRO, cuts and micro-batches as the run that changes nothing."""
+"""A checkpoint goes on in other layouts, with other ZeRO and micro-batches as the run that changes nothing."""
 
 import re
 from functools import partial
@@ -34,7 +34,8 @@ def found(tmp_path_factory):
         changed(config_of(model, stages, zero, BF16 | batch), "optimizer", **GROUPS)
         for stages, zero, batch in ((1, 1, PAIRS), (2, 0, FOUR))
     ]
-    pairs = [(config_of(model, 2, 1), config_of(model, 1, 0)), grouped]
+    shared = config_of(model, 1, 1, FOUR, num_tensor=2), config_of(model, 2, 0, FOUR)
+    pairs = [(config_of(model, 2, 1), config_of(model, 1, 0)), grouped, shared]
     third = config_of(model, 2, 0, partition=[0, 6, 10], schedule="zero-bubble", recompute="none")
     batches = config_of(model, 1, 1, {"gradient_accumulation_steps": 3})
     return launch(2, "tests.engine.elastic:moves_and_more", pairs, third, batches, str(folder))
@@ -60,14 +61,14 @@ def check_alike(runs, most, mean):
         assert differences.mean() < mean
 
 
-@pytest.mark.parametrize(("number", "most", "mean"), [(0, 1e-6, 1e-8), (1, 1e-2, 2e-4)])
+@pytest.mark.parametrize(("number", "most", "mean"), [(0, 1e-6, 1e-8), (1, 1e-2, 2e-4), (2, 1e-6, 1e-8)])
 def test_weights_and_samples_are_those_of_the_run_that_stays(found, number, most, mean):
     check_alike(runs_of([rank["moved"][number] for rank in found]), most, mean)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [3, 4])
-def test_more_processes_and_an_encoder_with_replicas_of_its_own(num_processes, tmp_path):
+def test_more_processes_tensor_ranks_and_an_encoder_with_replicas_of_its_own(num_processes, tmp_path):
     save_small_model(tmp_path / "model")
     config = partial(config_of, tmp_path / "model")
     pairs = {
@@ -76,6 +77,8 @@ def test_more_processes_and_an_encoder_with_replicas_of_its_own(num_processes, t
             (config(2, 1, PAIRS), config(1, 1, {"gradient_accumulation_steps": 1})),
             (config(2, 1, PAIRS, encoder="spread"), config(4, 0, FOUR, encoder="spread")),
             (config(4, 1, SIX), config(2, 0, SIX, encoder={"num_replicas": 3})),
+            (config(2, 1, PAIRS), config(2, 0, FOUR, num_tensor=2)),
+            (config(1, 1, FOUR, num_tensor=4), config(1, 1, PAIRS, num_tensor=2)),
         ],
     }
     both_ways = [pair[::order] for pair in pairs[num_processes] for order in (1, -1)]
