@@ -121,8 +121,9 @@ class SavedStates:
             parts, length = list[SavedPart](), 0
             for part in saved:
                 if length < expected:  # a tied weight follows once more, from its other stage
-                    parts.append(part._replace(length=expected if part.length is None else part.length))
-                    length += parts[-1].length
+                    numbers = expected if part.length is None else part.length
+                    parts.append(part._replace(length=numbers))
+                    length += numbers
             if length != expected:
                 raise ConfigError(
                     f"checkpoint must hold the optimizer's state of {expected} weights of {own.name}, got {length} "

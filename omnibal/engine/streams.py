@@ -7,7 +7,7 @@ ranks hear what all packs hold, and what fails.
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -25,11 +25,14 @@ from omnibal.feeds.buffer import BufferedSample
 from omnibal.feeds.buffer_plan import buffer_of
 from omnibal.feeds.feed import Step
 from omnibal.feeds.sources import part_of
-from omnibal.feeds.stream import PlannedWindow, StreamFeed
+from omnibal.feeds.stream import PlannedWindow, StreamFeed, of_other_ranks
 from omnibal.formats.collate import IGNORED, MropeRule
 from omnibal.plan import Plan
 from omnibal.ranks import gather, new_gloo_group
 from omnibal.workspace import Workspace
+
+DEALT: Final = ("num_ranks", "micro_batches", "buffer")
+"""Settings by which samples are dealt out, and that a resumed run may have otherwise."""
 
 
 class PipelineStreamFeed(StreamFeed):
@@ -59,8 +62,9 @@ class PipelineStreamFeed(StreamFeed):
         num_replicas = layout.shape(0)[0]
         replica, micro_batches = place.replica % num_replicas, micro_batches * layout.num_replicas // num_replicas
         super().__init__(
-            {name: part_of(name, items, replica, num_replicas) for name, items in sources.items()},
+            sources,
             limits,
+            part=part_of,
             read=read,
             pack=lambda samples, *_: self._pinned(collate([sample.held for sample in samples])),
             gather=lambda told: self._drawing_first(gather(told, group=self._group)),
@@ -90,9 +94,13 @@ class PipelineStreamFeed(StreamFeed):
         """Go on from a position; sources go on by their names, and a new one begins at its start."""
         if "made_from" not in state:
             raise ConfigError("data of the checkpoint must be streams as they are here, got samples with an index")
-        # Of another number of replicas any position will do: made_from is refused then.
-        own = {"made_from": state["made_from"], **state["replicas"][min(self.rank, len(state["replicas"]) - 1)]}
-        super().load_state_dict(own, tells=tells and dist.get_rank() == 0)
+        before, positions = state["made_from"], state["replicas"]
+        if any(before.get(name) != self.made_from[name] for name in DEALT):
+            position = of_other_ranks(positions, before, self.rank, self.num_replicas)
+            before = before | {name: self.made_from[name] for name in DEALT}
+        else:
+            position = positions[self.rank]
+        super().load_state_dict({"made_from": before, **position}, tells=tells and dist.get_rank() == 0)
         self.steps_done = state["steps_done"]
 
     def _windows_of_run(self, begun: Mapping[str, Any]) -> Iterator[PlannedWindow]:

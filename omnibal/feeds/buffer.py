@@ -1,7 +1,7 @@
 """The samples that a rank has drawn from its sources and not trained yet, and how a resumed run comes to them again."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, get_args
 
 import numpy as np
@@ -12,7 +12,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.packing_spec import Oversized
 from omnibal.errors import ConfigError, DataError, integer, said
-from omnibal.feeds.sources import END, ShuffledItems, Source, is_indexed, mark_of
+from omnibal.feeds.sources import END, Source, divided, lane_state, lanes_of, mark_of
 
 BARREN: Final = 1024
 """Samples of a source, one after another, that may lack what shares count, or exceed a limit and be dropped."""
@@ -62,7 +62,8 @@ class SampleBuffer:
         most_bytes: int | None = None,
         mixture: Mixture | None = None,
         rank: int,
-        num_ranks: int,
+        division: Sequence[int],
+        part: Callable[[str, Any, int, int], Any] = lambda name, items, rank, num_ranks: items,
         seed: int = 0,
         first_pass: int = 0,
     ) -> None:
@@ -78,9 +79,9 @@ class SampleBuffer:
         self._read, self._repeats = read, mixture is not None
         self._sources: list[Source] = []
         for name in self._mixture.sources:
-            items = sources[name]
-            if is_indexed(items):
-                items = ShuffledItems(items, rank=rank, num_ranks=num_ranks, seed=seed)
+            items = divided(
+                name, sources[name], rank, division, part=part, seed=seed, repeats=self._repeats, first_pass=first_pass
+            )
             self._sources.append(Source(name, items, repeats=self._repeats, first_pass=first_pass))
         # What each source is owed: the sum of its shares minus what it gave. The next sample is of the one owed most.
         self._owed = np.zeros(len(self._sources))
@@ -294,6 +295,28 @@ def _check_loads(loads: tuple[int, int, int]) -> None:
             f"a sample must have 0 vision units or more, and at most as many target tokens as tokens, got {vision}, "
             f"{targets} and {tokens}"
         )
+
+
+def taken_over(states: Sequence[Mapping[str, Any]], rank: int, num_ranks: int) -> dict[str, Any]:
+    """The state of a rank's buffer that takes over from buffers of other ranks: their untrained samples, then the rest.
+
+    Args:
+        states: Of all ranks before, each holding what was not trained.
+    """
+    lanes, _, num_parts = lanes_of(rank, num_ranks, len(states))
+    sources, owed = dict[str, Any](), dict[str, float]()
+    for name in states[0]["sources"]:
+        found = []
+        for state in (states[lane] for lane in lanes):
+            first, held = min(state["fills"]), set(state["held"])
+            numbers = [number for number, (of, _) in enumerate(state["seen"], start=first) if of == name]
+            found.append(lane_state(state["sources"][name], [number not in held for number in numbers]))
+        # Some lane was drawn from, so an end behind the first item is no empty source.
+        sources[name] = {"pass": 0, "drawn": 1, "own": {"lanes": found, "turn": 0}}
+        owed[name] = sum(states[lane]["owed"][name] for lane in lanes) / num_parts
+    return {
+        "sources": sources, "fills": [0], "seen": [], "held": [], "last_fill": (0, 0), "owed": owed, "ended": False,
+    }  # fmt: skip
 
 
 def size_of(held: Any) -> int:

@@ -2,7 +2,7 @@
 
 import multiprocessing
 import signal
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import islice
 from multiprocessing.connection import wait
@@ -151,6 +151,70 @@ class Source:
         self._items = None
 
 
+class Lanes:
+    """What ranks of an earlier run have left of a source; a rank reads the lanes of some of them in turns.
+
+    Where there are more ranks than lanes, several ranks share one: each reads all of it, and takes its part.
+    """
+
+    def __init__(self, lanes: Sequence[Source], part: int, num_parts: int) -> None:
+        self._lanes, self._part, self._num_parts = lanes, part, num_parts
+        self._turn = 0
+        # Of each lane: whether its next items were trained before the ranks became others; items that were not.
+        self._trained: list[list[bool]] = [[] for _ in lanes]
+        self._counts = [0] * len(lanes)
+
+    def __iter__(self) -> Iterator[Any]:
+        ended = set[int]()
+        while len(ended) < len(self._lanes):
+            lane, self._turn = self._turn, (self._turn + 1) % len(self._lanes)
+            if lane not in ended and (item := self._next(lane)) is not END:
+                yield item
+            else:
+                ended.add(lane)
+
+    def _next(self, lane: int) -> Any:
+        while (item := self._lanes[lane].draw()) is not END:
+            if self._trained[lane] and self._trained[lane].pop(0):
+                continue
+            self._counts[lane] += 1
+            if (self._counts[lane] - 1) % self._num_parts == self._part:
+                break
+        return item
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where each lane stands, and whose turn it is."""
+        found = zip(self._lanes, self._trained, self._counts, strict=True)
+        return {
+            "lanes": [lane_state(lane.state(), trained, count) for lane, trained, count in found],
+            "turn": self._turn,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was taken."""
+        for lane, saved in zip(self._lanes, state["lanes"], strict=True):
+            lane.go_to(saved["at"])
+        self._trained = [[*saved["trained"]] for saved in state["lanes"]]
+        self._counts, self._turn = [saved["count"] for saved in state["lanes"]], state["turn"]
+
+
+def lane_state(at: Mapping[str, Any], trained: Sequence[bool], count: int = 0) -> dict[str, Any]:
+    """The state of one of `Lanes`: its source's, whether the next items were trained, items that were not so far."""
+    return {"at": at, "trained": [*trained], "count": count}
+
+
+def lanes_of(reader: int, num_readers: int, num_before: int) -> tuple[list[int], int, int]:
+    """The lanes of readers before that one of the readers now has, its part of each, and how many parts each has.
+
+    >>> [lanes_of(reader, 2, 3) for reader in range(2)], [lanes_of(reader, 3, 2) for reader in range(3)]
+    ([([0, 2], 0, 1), ([1], 0, 1)], [([0], 0, 2), ([1], 0, 1), ([0], 1, 2)])
+    """
+    if num_readers <= num_before:
+        return [*range(reader, num_before, num_readers)], 0, 1
+    part, lane = divmod(reader, num_before)
+    return [lane], part, len(range(lane, num_readers, num_before))
+
+
 def iterated(source: Any) -> Iterator[Any]:
     """Iterate a source; refuse one whose worker processes all read the same, when that shows."""
     # A PyTorch dataset that does not divide itself over a DataLoader's workers yields every sample once for each.
@@ -202,6 +266,52 @@ def is_indexed(items: Any) -> bool:
     # torch gives its iterable datasets a __getitem__, which raises; no torch is imported here.
     is_iterable = any(base.__name__ == "IterableDataset" for base in type(items).__mro__)
     return hasattr(items, "__len__") and hasattr(items, "__getitem__") and not is_iterable
+
+
+def divided(
+    name: str,
+    items: Any,
+    rank: int,
+    division: Sequence[int],
+    *,
+    part: Callable[[str, Any, int, int], Any],
+    seed: int,
+    repeats: bool,
+    first_pass: int,
+) -> Any:
+    """A rank's part of a source.
+
+    Args:
+        division: Numbers of ranks: of those that the source was divided over when its pass began, then of all that
+            took over from those before.
+        part: As `part_of`, for what is not read by index.
+    """
+    *before, num_ranks = division
+    if not before:
+        if is_indexed(items):
+            return ShuffledItems(items, rank=rank, num_ranks=num_ranks, seed=seed)
+        return part(name, items, rank, num_ranks)
+    lanes, own, num_parts = lanes_of(rank, num_ranks, before[-1])
+    found = []
+    for lane in lanes:
+        inner = divided(
+            name, _copied(name, items), lane, before, part=part, seed=seed, repeats=repeats, first_pass=first_pass
+        )
+        found.append(Source(f"{name} of replica {lane}", inner, repeats=repeats, first_pass=first_pass))
+    return Lanes(found, own, num_parts)
+
+
+def _copied(name: str, items: Any) -> Any:
+    """A copy of a source that stands at one place; lanes stand at several."""
+    if not hasattr(items, "load_state_dict"):
+        return items
+    try:
+        return deepcopy(items)
+    except Exception as error:  # what an object holds: files, generators
+        raise ConfigError(
+            f"source {name!r} must allow a copy, with which replicas read on from other places, got {said(error)}; go "
+            "on with as many replicas as before"
+        ) from error
 
 
 def part_of(name: str, items: Any, rank: int, num_ranks: int) -> Any:

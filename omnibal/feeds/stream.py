@@ -21,7 +21,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.packing_spec import Oversized
 from omnibal.errors import ConfigError, DataError
-from omnibal.feeds.buffer import BufferedSample, SampleBuffer
+from omnibal.feeds.buffer import BufferedSample, SampleBuffer, taken_over
 from omnibal.feeds.buffer_plan import agree, plan_buffer
 from omnibal.feeds.feed import Step, ahead, step_in_words
 from omnibal.feeds.filling import FullBuffer, SharedFilling, failure_of
@@ -53,6 +53,8 @@ class StreamFeed:
 
     Args:
         gather: Returns what all ranks pass, by rank, and raises on all ranks if one passes an exception.
+        part: From a source's name, the source, a rank and the number of ranks to what the rank reads; what is read
+            by index is divided without it.
         rank: Number among the ranks that draw, which are the first of the ranks that gather.
         draws: Whether this process draws; if not, it has no packs.
         fills: Whether packs need fillers, one of which is then kept in positions.
@@ -71,6 +73,7 @@ class StreamFeed:
         gather: Callable[[Any], list[Any]],
         rank: int,
         num_ranks: int,
+        part: Callable[[str, Any, int, int], Any] = lambda name, items, rank, num_ranks: items,
         micro_batches: int,
         buffer: int,
         buffer_bytes: int | None = None,
@@ -104,10 +107,10 @@ class StreamFeed:
             most_bytes=buffer_bytes,
             mixture=mixture,
             rank=rank,
-            num_ranks=num_ranks,
+            part=part,
             seed=seed,
         )
-        names = self._new_buffer().names  # refuses what is wrong with the arguments
+        names = self._new_buffer(division=[num_ranks]).names  # refuses what is wrong with the arguments
         self.made_from: dict[str, Any] = {
             "sources": names,
             "mixture": None if mixture is None else mixture.record(names),
@@ -169,7 +172,7 @@ class StreamFeed:
             for text in _changes(self.made_from, before, position["buffer"]):
                 warnings.warn(text, stacklevel=2)
         if any(self.made_from[name] != before.get(name) for name in FREE):
-            position = _replanned(position, self.micro_batches)
+            position = replanned(position, self.micro_batches)
         self.go_to(position)
 
     def summary(self) -> dict[str, str]:
@@ -213,20 +216,23 @@ class StreamFeed:
 
     def _windows_of_run(self, begun: Mapping[str, Any]) -> Iterator[PlannedWindow]:
         """Windows of one pass, or of pass after pass to the window of the run's last step."""
-        steps = self.steps_done - begun["steps_done"]
+        steps, oversized = self.steps_done - begun["steps_done"], begun["oversized"]
         while True:
             for window in self._windows(begun):
+                oversized = window.position["oversized"]
                 yield window._replace(batches=self.received(window))
                 steps += window.loads.shape[1] // self.micro_batches
                 if self._num_steps is not None and steps >= self._num_steps:
                     return
             if self._num_steps is None:
                 return
-            begun = _beginning(begun["epoch"] + 1, window.position["oversized"])
+            begun = _beginning(begun["epoch"] + 1, oversized)
 
     def _windows(self, begun: Mapping[str, Any]) -> Iterator[PlannedWindow]:
         """Windows from a position on, to the end of the pass."""
-        buffer = self._new_buffer(first_pass=begun["epoch"]) if self._draws else None
+        # Behind the pass in which ranks took over from others, sources are divided over those that there are.
+        division = begun.get("division", [self.num_replicas])
+        buffer = self._new_buffer(first_pass=begun["epoch"], division=division) if self._draws else None
         if buffer is not None and begun["buffer"] is not None:
             buffer.load_state_dict(begun["buffer"])
         number, step, filler, oversized = begun["window"], begun["first_step"], begun["filler"], begun["oversized"]
@@ -293,7 +299,7 @@ def _beginning(epoch: int, oversized: int) -> dict[str, Any]:
     return begun | {"filled": False, "waited": 0, "filler": None, "buffer": None, "packs": []}
 
 
-def _replanned(position: Mapping[str, Any], micro_batches: int) -> dict[str, Any]:
+def replanned(position: Mapping[str, Any], micro_batches: int) -> dict[str, Any]:
     """The position from which a window's samples that are not trained yet are planned anew, with what is drawn next."""
     if not position["filled"]:
         return {**position}
@@ -304,6 +310,24 @@ def _replanned(position: Mapping[str, Any], micro_batches: int) -> dict[str, Any
         buffer = {**buffer, "held": held, "ended": False}
     begun = {"window": position["window"] + 1, "first_step": position["first_step"] + done, "steps_done": 0}
     return {**position, **begun, "filled": False, "buffer": buffer, "packs": []}
+
+
+def of_other_ranks(
+    positions: Sequence[Mapping[str, Any]], before: Mapping[str, Any], rank: int, num_ranks: int
+) -> dict[str, Any]:
+    """The position of a rank that goes on for ranks of another number, or with other micro-batches.
+
+    Args:
+        positions: Of all ranks before; ``before`` is what their packs depended on.
+    """
+    found = [replanned(position, before["micro_batches"]) for position in positions]
+    if len(found) == num_ranks:
+        return found[rank]
+    buffers, division = [each["buffer"] for each in found], found[0].get("division", [len(found)])
+    if buffers[0] is None:  # nothing of the pass is drawn yet
+        return found[0]
+    position = {**found[0], "division": [*division, num_ranks], "filler": None}
+    return {**position, "buffer": taken_over(buffers, rank, num_ranks)}
 
 
 def _changes(own: Mapping[str, Any], before: Mapping[str, Any], buffer: Mapping[str, Any] | None) -> Iterator[str]:

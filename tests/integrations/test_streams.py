@@ -183,7 +183,7 @@ def test_shares_over_any_thousand_steps_are_those_that_were_asked_for(by):
 
 
 def test_a_buffer_is_bounded_in_samples_and_bytes():
-    options = {"limits": LIMITS, "oversized": "drop", "rank": 0, "num_ranks": 1}
+    options = {"limits": LIMITS, "oversized": "drop", "rank": 0, "division": [1]}
     draws = SampleBuffer(
         {"data": Counting()},
         lambda found: BufferedSample(found, (1, 3, 2)),
