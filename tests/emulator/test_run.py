@@ -56,7 +56,7 @@ def nothing_left(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("schedule", "frozen"), [("1f1b", 2), ("zero-bubble", 1)])
+@pytest.mark.parametrize(("schedule", "frozen"), [pytest.param("1f1b", 2, marks=pytest.mark.slow), ("zero-bubble", 1)])
 def test_the_engine_runs_the_table_and_nothing_runs_too_early(task, schedule, frozen):
     task = replace(task, plan=replace(task.plan, schedule=schedule), profile=profile(layers_behind(frozen)))
     emulation = run_emulation(task)
@@ -117,7 +117,7 @@ def test_units_run_too(task):
     assert list(emulation.peak_bytes) == [stage.total for stage in memory]
 
 
-@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("trained", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_spread_encoder_runs_too(task, trained):
     """Every device encodes its share before the pipeline, and trains on it behind."""
     task = on_all(task, trained)

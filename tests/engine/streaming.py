@@ -95,9 +95,20 @@ def everything(configs, plain, folder, streamed):
         return _everything(configs, plain, folder, streamed)
 
 
+def all_resumed(configs, folder):
+    """The runs of other layouts alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams, "buffer_of", lambda micro_batches: 24)
+        return _all_resumed(configs, folder)
+
+
+def _all_resumed(configs, folder):
+    return [resumed(config, Path(folder) / str(number)) for number, config in enumerate(configs)]
+
+
 def _everything(configs, plain, folder, streamed):
     return {
-        "resumed": [resumed(config, Path(folder) / str(number)) for number, config in enumerate(configs)],
+        "resumed": _all_resumed(configs, folder),
         "plain": plain_run(plain),
         "refused": refused(configs[0]),
         "failed": failed(configs[0]),

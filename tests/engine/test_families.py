@@ -199,10 +199,11 @@ def from_outside():
         yield {"deepseek_vl": {"family": MODULE}}
 
 
-def test_a_folder_is_trained_exported_and_asked(tmp_path, from_outside):
-    """Every family (InternVL is the quickstart's) and one from outside, from pictures to what transformers loads."""
+@covering
+def test_a_folder_is_trained_exported_and_asked(families, tmp_path, from_outside):
+    """Families (InternVL is the quickstart's) and one from outside, from pictures to what transformers loads."""
     demo = write_demo(tmp_path / "demo", samples=60, held_out=20)
-    folders = {family: tmp_path / family for family in (*TRAINED, *from_outside) if family != "internvl"}
+    folders = {family: tmp_path / family for family in (*families, *from_outside) if family != "internvl"}
     for family, folder in folders.items():
         save_folder(family, folder, demo.model, weights=True)
     configs = [

@@ -13,28 +13,22 @@ from tests.engine.small import plain_results, save_small_model, small_samples
 pytestmark = pytest.mark.distributed
 LAST_STEP, SAVED_AT, KILLED_AT = 11, 6, 8
 BF16 = {"bf16": {"enabled": True}}
+SETTINGS = ((True, 2, 1, {}), (False, 1, 0, {}), (False, 2, 1, BF16), (True, 1, 1, BF16))
+"""Tied or not, stages, ZeRO, precision; the last one is of tensor ranks."""
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Two stages, replicas or tensor ranks, tied or not, with dropout: uninterrupted, and resumed in new processes."""
     configs, folders = [], []
-    for tied, num_stages, zero_stage, extra in (
-        (True, 2, 1, {}),
-        (False, 1, 1, {}),
-        (True, 2, 0, {}),
-        (False, 2, 1, BF16),
-        (False, 1, 0, BF16),
-        (True, 1, 1, BF16),  # of tensor ranks
-    ):
+    for tied, num_stages, zero_stage, extra in SETTINGS:
         model = tmp_path_factory.mktemp("model")
         save_small_model(model, tied=tied, dropout=0.1)
         configs.append(settings(model, num_stages=num_stages, zero_stage=zero_stage, extra=extra))
         folders.append(tmp_path_factory.mktemp("checkpoints"))
     # Groups of which the second stage has some for placeholders only.
-    configs[3] = changed(configs[3], "optimizer", learning_rates={"vision": 1e-3}, weight_decay="matrices")
-
-    configs[5] = changed(configs[5], "pipeline", num_tensor=2)
+    configs[2] = changed(configs[2], "optimizer", learning_rates={"vision": 1e-3}, weight_decay="matrices")
+    configs[3] = changed(configs[3], "pipeline", num_tensor=2)
 
     def run(first, last, *save_at, **options):
         steps = [(config, first, last, str(folder)) for config, folder in zip(configs, folders, strict=True)]
@@ -87,7 +81,7 @@ def test_evaluation_and_export_equal_plain_transformers(runs):
     for number, folder in enumerate(folders):
         export(latest_checkpoint(folder / "end"), folder / "exported")
         model = InternVLForConditionalGeneration.from_pretrained(folder / "exported", dtype=torch.float32)
-        is_half = number >= 3
+        is_half = SETTINGS[number][-1] == BF16
         run = resumed[-1][number]
         loss, accuracy = plain_results(model, samples)
         assert run["held_out"] == resumed[0][number]["held_out"]

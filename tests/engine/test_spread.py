@@ -72,7 +72,7 @@ def model(models):
     return models["model"]
 
 
-@pytest.mark.parametrize("num_processes", [*TRAINED])
+@pytest.mark.parametrize("num_processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_training_equals_plain_transformers_and_a_resumed_run_every_bit_of_one_that_went_on(
     num_processes, model, tmp_path
 ):

@@ -1,5 +1,6 @@
 """Streams in the pipeline: all stages train on the same packs, resumed runs see the same samples, nothing hangs."""
 
+import itertools
 import re
 
 import numpy as np
@@ -24,17 +25,17 @@ def model(tmp_path_factory):
     return folder
 
 
+def config_of(model, num_stages, layout):
+    config = changed(settings(model, num_stages=num_stages), "pipeline", **layout)
+    config = changed(config, "packing", method="balanced", vision_units=4, llm_tokens=48)
+    config = changed(config, "data", mixture=MIXTURE)
+    return changed(config, "run", max_steps=LAST_STEP)
+
+
 @pytest.fixture(scope="module")
 def by_rank(model, tmp_path_factory):
-    """Two stages and two replicas; one stage and four, and the encoder on all ranks; one encoder and three LLMs."""
-    configs = []
-    for num_stages, layout in (
-        (2, {}), (1, {"encoder": "spread"}), (2, {"num_tensor": 2}), (2, {"encoder": {"num_replicas": 1}}),
-    ):  # fmt: skip
-        config = changed(settings(model, num_stages=num_stages), "pipeline", **layout)
-        config = changed(config, "packing", method="balanced", vision_units=4, llm_tokens=48)
-        config = changed(config, "data", mixture=MIXTURE)
-        configs.append(changed(config, "run", max_steps=LAST_STEP))
+    """Two stages and two replicas; one encoder and three LLMs."""
+    configs = [config_of(model, 2, layout) for layout in ({}, {"encoder": {"num_replicas": 1}})]
     plain = changed(settings(model, num_stages=2), "packing", method="balanced", vision_units=9, llm_tokens=99)
     plain = {key: value for key, value in plain.items() if key != "scheduler"}
     plain = changed(plain, "run", max_steps=3) | {"optimizer": SGD, "zero_allow_untested_optimizer": True}
@@ -47,16 +48,32 @@ def by_rank(model, tmp_path_factory):
     return launch(4, "tests.engine.streaming:everything", configs, plain, str(folder), streamed)
 
 
+def check_resumed(run):
+    whole, again = run["whole"], run["again"]
+    assert whole["losses"][SAVED_AT:] == again["losses"]
+    assert whole["samples"][SAVED_AT:] == again["samples"]
+    assert whole["seen"][len(whole["seen"]) * SAVED_AT // LAST_STEP :] == again["seen"]
+    assert whole["weights"].keys() == again["weights"].keys()
+    assert all(torch.equal(weight, again["weights"][name]) for name, weight in whole["weights"].items())
+    assert "seed must be that of the state of the streams, 0, got 7; every rank goes on" in run["other"]
+
+
 def test_a_resumed_run_trains_on_the_samples_that_would_have_followed_bit_for_bit(by_rank):
     for results in by_rank:
         for run in results["resumed"]:
-            whole, again = run["whole"], run["again"]
-            assert whole["losses"][SAVED_AT:] == again["losses"]
-            assert whole["samples"][SAVED_AT:] == again["samples"]
-            assert whole["seen"][len(whole["seen"]) * SAVED_AT // LAST_STEP :] == again["seen"]
-            assert whole["weights"].keys() == again["weights"].keys()
-            assert all(torch.equal(weight, again["weights"][name]) for name, weight in whole["weights"].items())
-            assert "seed must be that of the state of the streams, 0, got 7; every rank goes on" in run["other"]
+            check_resumed(run)
+
+
+@pytest.mark.slow
+def test_a_spread_encoder_and_tensor_ranks_go_on_alike(model, tmp_path):
+    configs = [config_of(model, 1, {"encoder": "spread"}), config_of(model, 2, {"num_tensor": 2})]
+    runs = [*zip(*launch(4, "tests.engine.streaming:all_resumed", configs, str(tmp_path)), strict=True)]
+    for run in itertools.chain.from_iterable(runs):
+        check_resumed(run)
+    for of_ranks in runs:
+        check_shares([run["whole"]["shares"] for run in of_ranks])
+    shared = [run["whole"]["seen"] for run in runs[1]]  # by two tensor ranks of each stage
+    assert shared[0] == shared[1] != shared[2] == shared[3]
 
 
 def test_stages_see_the_same_packs_and_replicas_their_own(by_rank):
@@ -68,12 +85,10 @@ def test_stages_see_the_same_packs_and_replicas_their_own(by_rank):
             assert all(target in (labels, token) for token, target in zip(tokens, targets, strict=True))
             assert any(target != labels for target in targets)
     assert not {str(pack) for pack in first} & {str(pack) for pack in second}
-    shared = [results["resumed"][2]["whole"]["seen"] for results in by_rank]  # by two tensor ranks of each stage
-    assert shared[0] == shared[1] != shared[2] == shared[3]
 
 
 def test_replicas_of_the_llm_get_the_labels_of_the_packs_that_their_encoder_draws(by_rank):
-    drawn, *trained = (results["resumed"][3]["whole"]["seen"] for results in by_rank)
+    drawn, *trained = (results["resumed"][1]["whole"]["seen"] for results in by_rank)
     assert len(drawn) == 2 * 3 * LAST_STEP
     for replica, seen in enumerate(trained):
         own = drawn[replica::3]
@@ -83,14 +98,17 @@ def test_replicas_of_the_llm_get_the_labels_of_the_packs_that_their_encoder_draw
             assert all(target in (-100, token) for token, target in zip(tokens, targets, strict=True))
 
 
+def check_shares(of_ranks):
+    assert all(shares == of_ranks[0] for shares in of_ranks)
+    assert [[asked for asked, _ in step.values()] for step in of_ranks[0]] == [[0.5, 0.2, 0.3]] * LAST_STEP
+    held = np.array([[given for _, given in step.values()] for step in of_ranks[0]])
+    assert held.sum(axis=1) == pytest.approx(np.ones(LAST_STEP))
+    assert held.mean(axis=0) == pytest.approx([0.5, 0.2, 0.3], abs=0.1)
+
+
 def test_shares_are_those_that_were_asked_for_and_known_on_all_ranks(by_rank):
-    for number in (0, 1, 2, 3):
-        of_ranks = [results["resumed"][number]["whole"]["shares"] for results in by_rank]
-        assert all(shares == of_ranks[0] for shares in of_ranks)
-        assert [[asked for asked, _ in step.values()] for step in of_ranks[0]] == [[0.5, 0.2, 0.3]] * LAST_STEP
-        held = np.array([[given for _, given in step.values()] for step in of_ranks[0]])
-        assert held.sum(axis=1) == pytest.approx(np.ones(LAST_STEP))
-        assert held.mean(axis=0) == pytest.approx([0.5, 0.2, 0.3], abs=0.1)
+    for number in (0, 1):
+        check_shares([results["resumed"][number]["whole"]["shares"] for results in by_rank])
 
 
 def test_a_stream_over_samples_trains_as_plain_transformers_on_them(by_rank, model):

@@ -45,7 +45,7 @@ def tied(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("num_processes", [3, 5])
+@pytest.mark.parametrize("num_processes", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_resumed_run_has_every_bit_of_one_that_went_on(num_processes, model, tmp_path):
     optimizer = {"type": "AdamW", "params": ADAM | {"torch_adam": True}}
     shapes = {3: [((0, 5, 10), TWO, 1), ((0, 5, 10), ONE, 2)], 5: [((0, 5, 7, 10), TWO, 1)]}[num_processes]

@@ -64,31 +64,32 @@ RECOMPUTES, WORKERS = {"gradient_checkpointing": True}, {"dataloader_num_workers
 EVERY = {"gradient_accumulation_steps": 1}
 COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
 CASES = [
-    Case("internvl"),
     Case("qwen2_5_vl", frozen_vision=True, options=WORKERS),
-    Case("qwen3_vl", lora=True, options=RECOMPUTES),
     Case("internvl", "zero1", options=RECOMPUTES),
-    Case("qwen2_5_vl", "zero2", lora=True),
     Case("internvl", "zero2", frozen_vision=True, loss_reduction="square", padded=True, options=EVERY),
-    Case("internvl", "zero3", options=WORKERS),
     Case("qwen3_vl_moe", "zero3", lora=True, router_factor=1.0, options=EVERY | RECOMPUTES),
     Case("internvl", "zero3", samples=3, zero={"zero_hpz_partition_size": 2}),
     Case("internvl", "fsdp", samples=3),
-    Case("qwen2_5_vl", "fsdp", lora=True, options=EVERY | RECOMPUTES),
     Case("internvl", "tp"),
 ]
 """Every way to share the work meets packs without an image beside packs with one, and packs without a sample."""
-PAIRED = [("qwen3_vl", "ddp"), ("qwen3_vl", "zero2"), ("qwen2_5_vl", "zero3"), ("qwen2_5_vl", "fsdp")]
+MORE_CASES = [
+    Case("internvl"),
+    Case("qwen3_vl", lora=True, options=RECOMPUTES),
+    Case("qwen2_5_vl", "zero2", lora=True),
+    Case("internvl", "zero3", options=WORKERS),
+    Case("qwen2_5_vl", "fsdp", lora=True, options=EVERY | RECOMPUTES),
+]
+PAIRED, MORE_PAIRED = [("qwen3_vl", "zero2"), ("qwen2_5_vl", "fsdp")], [("qwen3_vl", "ddp"), ("qwen2_5_vl", "zero3")]
 NOTHING = "nothing"
 HEARING = {"qwen2_audio": ("", "sound"), "qwen2_5_omni_thinker": ("", "image", "sound", "image+sound")}
 UNLIKE = [("image", "sound"), ("sound", NOTHING)]
 """Pairs whose ranks would wait for each other under ZeRO 3."""
 RESUMED = [
-    Case("internvl"),
     Case("qwen2_5_vl", kinds=("video", "image", "", "image+video", "video+video", "") * 2),
     Case("internvl", "zero3", born_sharded=True),
-    Case("internvl", "fsdp"),
 ]
+MORE_RESUMED = [Case("internvl"), Case("internvl", "fsdp")]
 
 
 def check_exact(case, folder, limits=None):
@@ -300,25 +301,42 @@ def check_unlike_data(folder):
         balance(trainer, LIMITS["internvl"])
 
 
-def train_cases(folder):
+def train_cases(folder, cases, paired, resumed):
     """On each process."""
     with accelerate_afresh():
-        for number, case in enumerate(CASES):
+        for number, case in enumerate(cases):
             check_exact(case, folder / f"case{number}")
-        for family, layout in PAIRED:
+        for family, layout in paired:
             check_pairs(family, layout, folder / f"{family}-{layout}")
-        check_pairs("qwen2_5_omni_thinker", "zero3", folder / "omni", UNLIKE)
-        for number, case in enumerate(RESUMED):
+        for number, case in enumerate(resumed):
             check_epochs_and_resume(case, folder / f"resumed{number}")
+    return True
+
+
+def train_others(folder):
+    with accelerate_afresh():
+        check_pairs("qwen2_5_omni_thinker", "zero3", folder / "omni", UNLIKE)
         check_muon(folder / "muon")
-        check_mixture(CASES[0], folder / "mixture")
+        check_mixture(Case("internvl"), folder / "mixture")
         check_unlike_data(folder / "unlike")
     return True
 
 
 @pytest.mark.distributed
-def test_two_processes_train_what_plain_transformers_would(tmp_path):
-    assert launch(2, "tests.integrations.test_trainer:train_cases", tmp_path) == [True, True]
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param((CASES, PAIRED, RESUMED), id="covering"),
+        pytest.param((MORE_CASES, MORE_PAIRED, MORE_RESUMED), id="others", marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_train_what_plain_transformers_would(cases, tmp_path):
+    assert launch(2, "tests.integrations.test_trainer:train_cases", tmp_path, *cases) == [True, True]
+
+
+@pytest.mark.distributed
+def test_two_processes_of_unlike_data_train_or_end_together(tmp_path):
+    assert launch(2, "tests.integrations.test_trainer:train_others", tmp_path) == [True, True]
 
 
 def train_hearing(folder):

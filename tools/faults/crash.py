@@ -26,7 +26,6 @@ from tools.bench import machine, print_table
 from tools.faults.runs import MET
 
 PROCESSES = {"pipeline": 2, "tensor": 2, "units": 3, "spread": 2, "drop-in": 2}
-FUNCTION = "tools.faults.runs:run"
 MOST_KILLS = 3  # of a run, before it is left to come to its end
 MOST_SECONDS = 240  # until a run has ended, or those that were not killed have
 
@@ -38,13 +37,17 @@ class Outcome:
         self.kills, self.runs, self.slowest_end = 0, 0, 0.0
 
 
+def _function(layout: str) -> str:
+    return "tools.faults.drop_in:run" if layout == "drop-in" else "tools.faults.runs:run"
+
+
 def whole_run(layout: str, model: str, folder: Path) -> tuple[float, float]:
     """Run without a kill; seconds in all, and until the first step."""
     folder.mkdir()
     group = _Group(PROCESSES[layout], "cpu")
     started = time.monotonic()
     try:
-        first = group.run(FUNCTION, (layout, model, str(folder)), 300, ends=True)
+        first = group.run(_function(layout), (layout, model, str(folder)), 300, ends=True)
     finally:
         group.end()
     return time.monotonic() - started, max(first)
@@ -67,7 +70,7 @@ def killed_run(layout: str, model: str, folder: Path, rank: int, after: float) -
         return bool(killed_at)
 
     try:
-        results = group.start(FUNCTION, (layout, model, str(folder)), ends=True)
+        results = group.start(_function(layout), (layout, model, str(folder)), ends=True)
         while not all(path.exists() for path in results):
             # Before ranks have met none can notice that another one ends: there a launcher ends the others, and here
             # ``group.end`` below.
