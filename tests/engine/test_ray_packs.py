@@ -34,7 +34,9 @@ class TroubledDataset(SmallDataset):
 
 @pytest.fixture(scope="module")
 def cluster():
+    handler = signal.getsignal(signal.SIGTERM)
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    signal.signal(signal.SIGTERM, handler)  # Ray's raises SystemExit in processes that later tests fork and end
     yield
     ray.shutdown()
 
