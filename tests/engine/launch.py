@@ -190,19 +190,20 @@ def _parent(rank, accelerator):
     return parent
 
 
-class _Gloo(dist.ProcessGroupGloo):
-    """A gloo group on the process's one device.
+def share_gloo_device():
+    """Let all gloo groups of the process have one device.
 
-    By itself each group gets a device, whose thread wakes up a hundred times a second and outlives the group: some
-    hundred of them took a third of the processors.
+    By itself each group gets one, whose thread wakes up a hundred times a second and outlives the group: some hundred
+    of them took a third of the processors.
     """
+    init, device = dist.ProcessGroupGloo.__init__, dist.ProcessGroupGloo.create_default_device()
 
-    device = staticmethod(functools.cache(dist.ProcessGroupGloo.create_default_device))
+    def init_on_device(group, store, rank, size, timeout):
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._timeout = [device], timeout
+        init(group, store, rank, size, options)
 
-    def __init__(self, store, rank, size, timeout):
-        options = self._Options()
-        options._devices, options._timeout = [self.device()], timeout
-        super().__init__(store, rank, size, options)
+    dist.ProcessGroupGloo.__init__ = init_on_device
 
 
 def check_order():
@@ -271,7 +272,7 @@ def _work(folder):
     """Run what the other end of the group's pipe asks for, until it closes."""
     bf16_optimizer.see_memory_usage = lambda *given, **options: None  # collects garbage: a second for each engine
     check_order()
-    distributed_c10d.ProcessGroupGloo = _Gloo
+    share_gloo_device()
     meet("gloo" if os.environ["DS_ACCELERATOR"] == "cpu" else "nccl")
     linear = torch.nn.functional.linear
     for line in (folder / f"jobs{os.environ['RANK']}").open():
