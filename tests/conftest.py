@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,8 +16,12 @@ settings.load_profile("omnibal")
 # Processes load DeepSpeed's extension under a lock. One that a test kills meanwhile leaves it, and all that come after
 # wait for ever. So each environment and worker keeps the extension for itself, and each test begins without dead locks.
 EXTENSIONS = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions")))
-EXTENSIONS /= os.environ.get("PYTEST_XDIST_WORKER", "")
-os.environ["TORCH_EXTENSIONS_DIR"] = str(EXTENSIONS)
+if "PYTEST_XDIST_WORKER" in os.environ:
+    own = EXTENSIONS / os.environ["PYTEST_XDIST_WORKER"]
+    for built in EXTENSIONS.glob("deepspeed_*"):
+        if not (own / built.name).exists():  # with its times, or ninja builds it again
+            shutil.copytree(built, own / built.name)
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(own)
 
 
 def pytest_runtest_setup():

@@ -5,9 +5,12 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh test
 
+python -m tests.warm_up > /dev/null &  # on the core that the checks leave
+warming=$!
 ruff check .
 ruff format --check .
 mypy
 lint-imports
+wait $warming
 # Two workers; those of a file share what they start. Files stay in tests/conftest.py's order: the longest first.
 exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

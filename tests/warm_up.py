@@ -1,0 +1,31 @@
+"""Compiles what a fresh environment lacks before two workers and their ranks each do so: python -m tests.warm_up.
+
+DeepSpeed's extension for the CPU lies beside the environment, whence conftest.py copies it for each worker; numba's
+code lies in the user's cache. What is not met here is compiled when a test needs it.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+from deepspeed.accelerator import get_accelerator
+from typer.testing import CliRunner
+
+from omnibal.cli.main import app
+from omnibal.dispatch.divide import divide
+from tests.engine.demo import demo_config
+
+
+def main() -> None:
+    """Build the extension, make a plan, and divide samples over ranks."""
+    get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)
+    with tempfile.TemporaryDirectory() as name:
+        file = Path(name) / "config.json"
+        file.write_text(json.dumps(demo_config(Path(name))))
+        done = CliRunner().invoke(app, ["plan", str(file), "--cluster", "4xA100-80GB", "--num-stages", "2"])
+        assert done.exit_code == 0, done.output
+    divide([[1.0, 5.0], [2.0, 6.0], [3.0, 7.0], [4.0, 8.0]], 2)
+
+
+if __name__ == "__main__":
+    main()
