@@ -7,14 +7,14 @@ every pack, 10 and 16 almost nothing.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from omnibal.cost import CostModel
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import IntArray, SampleLengths
-from omnibal.data.limits import PackLimits
+from omnibal.data.limits import PackLimits, largest_limits
 from omnibal.data.metrics import dist_ratio, histogram_bound, histogram_volume, load_histograms, volume_bound
 from omnibal.data.packing_spec import DEFAULT_COST, Method
 from omnibal.errors import ConfigError, InfeasibleError
@@ -23,6 +23,7 @@ MOST_VISION_LIMITS = 48
 MOST_TEXT_LIMITS = 24  # where no sample has an image
 TOKEN_SLACKS = (0.95, 1.05, 1.15, 1.3, 1.6)  # token limits tried, in multiples of what a full vision load brings
 TOKEN_MULTIPLE = 64
+SOUND_SLACKS = (1.1, 1.4)  # limits of an encoder beside the ViT, in multiples of what a full pack brings
 SCORED_STEPS = 8  # that the drawn samples fill at least: figures of fewer are chance
 LEAST_DRAWN, MOST_DRAWN = 16_384, 65_536
 TRAP_WASTE = 0.03  # a limit that wastes more than this by arithmetic alone deserves a warning
@@ -40,12 +41,14 @@ class ScoredLimits:
     dist_ratio_cost: float  # of the cost of a micro-batch in the LLM
     samples_per_pack: float
     trap: str | None  # why these limits waste room whatever the packer does
+    dist_ratio_sound: float = 0.0
 
     @property
     def waste(self) -> float:
-        """Sum of the three shares of room and time that are lost: what the search makes small."""
+        """Sum of the shares of room and time that are lost: what the search makes small."""
         # Packs that only fill the last step of these few samples do not count: a whole epoch has more steps.
-        return max(self.packs_over_volume - self.step_share, 0.0) + self.dist_ratio_vision + self.dist_ratio_cost
+        room = max(self.packs_over_volume - self.step_share, 0.0)
+        return room + self.dist_ratio_vision + self.dist_ratio_sound + self.dist_ratio_cost
 
 
 def search_limits(
@@ -63,6 +66,8 @@ def search_limits(
     """Try limits under a ceiling and rank them by what they waste.
 
     Args:
+        ceiling: The largest limits. With ``sound_units`` a limit is searched for these, too; methods other than
+            ``"balanced"`` take none.
         least: The smallest limits; by default those that hold the largest sample. A sample over the limits gets a pack
             of its own.
         num_samples: Samples drawn and packed under each pair; by default what fills 8 steps under the ceiling, within
@@ -78,11 +83,14 @@ def search_limits(
     # on.
     if not len(lengths):
         raise ConfigError("lengths must hold at least one sample, got none")
-    least = least or PackLimits(lengths.summary.max_vision_units, max(lengths.summary.max_llm_tokens, 1))
-    if ceiling.vision_units < least.vision_units or ceiling.llm_tokens < least.llm_tokens:
+    hears = ceiling.sound_units is not None and lengths.sound_units is not None
+    least = least or largest_limits(lengths, hears=hears)
+    if not least.within(ceiling):
+        sounds = f", {least.sound_units} sound units" if least.sound_units else ""
+        given = f", {ceiling.sound_units}" if least.sound_units else ""
         raise InfeasibleError(
-            f"ceiling must hold the largest sample ({least.vision_units} vision units, {least.llm_tokens} LLM tokens), "
-            f"got {ceiling.vision_units} and {ceiling.llm_tokens}"
+            f"ceiling must hold the largest sample ({least.vision_units} vision units, {least.llm_tokens} LLM tokens"
+            f"{sounds}), got {ceiling.vision_units} and {ceiling.llm_tokens}{given}"
         )
     part = _draw(lengths, ceiling, num_replicas, num_samples, seed)
     candidates = list(dict.fromkeys(_candidates(lengths, least, _worth_scoring(part, least, ceiling, num_replicas))))
@@ -97,6 +105,8 @@ def _draw(
     if num_samples is None:
         vision, tokens = lengths.summary.total_vision_units, lengths.summary.total_llm_tokens
         share = min(most.vision_units / vision if vision else 1, most.llm_tokens / max(tokens, 1))  # of the epoch
+        if lengths.summary.total_sound_units:
+            share = min(share, most.most("sound_units") / lengths.summary.total_sound_units)
         per_pack = share * len(lengths)
         num_samples = min(max(math.ceil(per_pack * num_replicas * SCORED_STEPS), LEAST_DRAWN), MOST_DRAWN)
     chosen = np.random.default_rng(seed).permutation(len(lengths))[:num_samples]
@@ -110,11 +120,28 @@ def _worth_scoring(part: SampleLengths, least: PackLimits, most: PackLimits, num
     return PackLimits(
         max(min(most.vision_units, math.ceil(vision)), least.vision_units),
         max(min(most.llm_tokens, math.ceil(tokens * TOKEN_SLACKS[-1])), least.llm_tokens),
+        sound_units=most.sound_units,
     )
 
 
 def _candidates(lengths: SampleLengths, least: PackLimits, most: PackLimits) -> Iterator[PackLimits]:
-    """Pairs of limits to try, with repetitions."""
+    """Limits to try, with repetitions."""
+    summary = lengths.summary
+    for pair in _pairs(lengths, least, most):
+        if most.sound_units is None or not summary.total_sound_units:
+            yield pair
+            continue
+        # A full pack holds this share of the epoch.
+        share = pair.llm_tokens / max(summary.total_llm_tokens, 1)
+        if summary.total_vision_units:
+            share = min(share, pair.vision_units / summary.total_vision_units)
+        for slack in SOUND_SLACKS:
+            sounds = math.ceil(slack * share * summary.total_sound_units)
+            yield replace(pair, sound_units=min(max(sounds, least.sound_units or 0), most.sound_units))
+
+
+def _pairs(lengths: SampleLengths, least: PackLimits, most: PackLimits) -> Iterator[PackLimits]:
+    """Pairs of vision and token limits."""
     units, tokens = lengths.summary.total_vision_units, lengths.summary.total_llm_tokens
     if units == 0:
         for token_limit in _spread(least.llm_tokens, most.llm_tokens, MOST_TEXT_LIMITS):
@@ -150,6 +177,7 @@ def _score(
         dist_ratio_cost=dist_ratio(cost(load)[steps]),
         samples_per_pack=len(part) / num_packs,
         trap=find_trap(part, limits),
+        dist_ratio_sound=dist_ratio(load.sound_units[steps]),
     )
 
 
@@ -160,7 +188,7 @@ def find_trap(lengths: SampleLengths, limits: PackLimits) -> str | None:
     vision limit 9 is a trap: the samples need at least 50 packs where their volume asks for 45 (+11 %); no more \
 than 1 of 5 vision units (50 % of the samples) fits, which leaves 4 of 9 to the 50 % that are so small; 8 wastes 0.0 %
     """
-    _, vision, _ = load_histograms(lengths, limits)
+    _, (vision, *_) = load_histograms(lengths, limits)
     limit = limits.vision_units
     if forced_waste(vision) <= TRAP_WASTE:
         return None

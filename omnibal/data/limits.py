@@ -69,6 +69,12 @@ class PackLimits:
         most = getattr(self, encoder)
         return MOST if most is None else int(most)
 
+    def within(self, other: "PackLimits") -> bool:
+        """Whether no limit exceeds another's."""
+        sizes = (self.vision_units, other.vision_units), (self.llm_tokens, other.llm_tokens)
+        sounds = self.sound_units or 0, other.most("sound_units")
+        return all(mine <= theirs for mine, theirs in (*sizes, sounds))
+
     @property
     def in_words(self) -> str:
         """The limits for people."""
@@ -122,6 +128,13 @@ class PackLimits:
             )
 
 
+def largest_limits(lengths: SampleLengths, *, hears: bool = False) -> PackLimits:
+    """The smallest limits that hold every sample; with one of sound units where ``hears``."""
+    summary = lengths.summary
+    sounds = summary.max_sound_units if hears else None
+    return PackLimits(summary.max_vision_units, max(summary.max_llm_tokens, 1), sound_units=sounds)
+
+
 def paper_limits(lengths: SampleLengths) -> PackLimits:
     """Limits by the OmniBal paper's rule: Q_t = longest sample, Q_v = round(Q_t · vision units / LLM tokens).
 
@@ -173,4 +186,9 @@ def largest_load(lengths: SampleLengths, limits: PackLimits) -> Load:
     if lengths.target_tokens is not None:
         share = float((lengths.target_tokens / np.maximum(lengths.llm_tokens, 1)).max(initial=0))
     tokens = limits.llm_tokens
-    return Load(limits.vision_units, tokens, tokens * longest, limits.vision_units * per_unit, tokens * share)
+    sounds = 0.0
+    if lengths.sound_units is not None:  # without a limit of their own the tokens bound them
+        per_token = float((lengths.sound_units / np.maximum(lengths.llm_tokens, 1)).max(initial=0))
+        sounds = min(limits.most("sound_units"), tokens * per_token)
+    squared = limits.vision_units * per_unit
+    return Load(limits.vision_units, tokens, tokens * longest, squared, tokens * share, sounds)

@@ -95,7 +95,9 @@ def step_randomness(mix: npt.ArrayLike) -> float:
 
 
 def min_packs(lengths: SampleLengths, limits: PackLimits) -> int:
-    """A number of packs that no packing can do without: the larger of both dimensions' bounds.
+    """A number of packs that no packing can do without: the largest of all dimensions' bounds.
+
+    The dimensions are vision units, LLM tokens, and units of a further encoder that the limits bound.
 
     In each dimension every sample gets a weight such that no pack can weigh more than 1; then the weights' sum
     is a bound. Weights: the share of the limit it takes (the volume bound); the same with samples over half the limit
@@ -110,8 +112,8 @@ def min_packs(lengths: SampleLengths, limits: PackLimits) -> int:
     >>> min_packs(SampleLengths([5, 5, 5, 5], [10, 10, 10, 10]), PackLimits(9, 100))
     4
     """
-    oversized, vision, tokens = load_histograms(lengths, limits)
-    return oversized + max(histogram_bound(vision), histogram_bound(tokens))
+    oversized, histograms = load_histograms(lengths, limits)
+    return oversized + max(map(histogram_bound, histograms))
 
 
 def volume_bound(lengths: SampleLengths, limits: PackLimits) -> int:
@@ -119,21 +121,25 @@ def volume_bound(lengths: SampleLengths, limits: PackLimits) -> int:
 
     ``min_packs`` is closer to what a packer can reach; the difference is what the limits themselves waste.
     """
-    oversized, vision, tokens = load_histograms(lengths, limits)
-    return oversized + max(histogram_volume(vision), histogram_volume(tokens))
+    oversized, histograms = load_histograms(lengths, limits)
+    return oversized + max(map(histogram_volume, histograms))
 
 
-def load_histograms(lengths: SampleLengths, limits: PackLimits) -> tuple[int, IntArray, IntArray]:
-    """Count the samples over a limit, and the others by vision units and by tokens.
+def load_histograms(lengths: SampleLengths, limits: PackLimits) -> tuple[int, list[IntArray]]:
+    """Count the samples over a limit, and the others by each size that has one.
 
     Returns:
-        The number over a limit; counts of shape (limit + 1,) for both loads.
+        The number over a limit; counts of shape (limit + 1,) by vision units, tokens and units of further encoders.
     """
     kind("limits", limits, PackLimits)
-    oversized, vision, tokens = _histograms(
-        lengths.vision_units, lengths.llm_tokens, limits.vision_units, limits.llm_tokens
-    )
-    return int(oversized), vision, tokens
+    columns, most = [lengths.vision_units, lengths.llm_tokens], [limits.vision_units, limits.llm_tokens]
+    for name, units in lengths.further_units().items():
+        if getattr(limits, name) is not None:
+            columns.append(units)
+            most.append(limits.most(name))
+    counts = np.zeros((len(most), max(most) + 1), dtype=np.int64)
+    oversized = _count(tuple(columns), np.array(most), counts)
+    return int(oversized), [row[: limit + 1] for row, limit in zip(counts, most, strict=True)]
 
 
 def histogram_volume(counts: IntArray) -> int:
@@ -184,15 +190,16 @@ def _martello_toth(counts: IntArray) -> int:
 
 
 @compiled
-def _histograms(vision_units: IntArray, llm_tokens: IntArray, most_vision: int, most_tokens: int) -> Any:
+def _count(columns: Any, most: IntArray, counts: IntArray) -> int:
     """Count in one pass, without arrays as long as the samples: there may be a hundred million."""
-    vision = np.zeros(most_vision + 1, dtype=np.int64)
-    tokens = np.zeros(most_tokens + 1, dtype=np.int64)
     oversized = 0
-    for sample in range(len(vision_units)):
-        if vision_units[sample] > most_vision or llm_tokens[sample] > most_tokens:
+    for sample in range(len(columns[0])):
+        over = False
+        for size in range(len(columns)):
+            over |= columns[size][sample] > most[size]
+        if over:
             oversized += 1
-        else:
-            vision[vision_units[sample]] += 1
-            tokens[llm_tokens[sample]] += 1
-    return oversized, vision, tokens
+            continue
+        for size in range(len(columns)):
+            counts[size, columns[size][sample]] += 1
+    return oversized

@@ -15,8 +15,8 @@ from omnibal.advise.wait import MEETINGS, Sharding, wait
 from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.limit_search import TOKEN_MULTIPLE, TOKEN_SLACKS, search_limits
-from omnibal.data.limits import PackLimits, largest_load
+from omnibal.data.limit_search import SOUND_SLACKS, TOKEN_MULTIPLE, TOKEN_SLACKS, search_limits
+from omnibal.data.limits import PackLimits, largest_limits, largest_load
 from omnibal.data.metrics import dist_ratio, min_packs
 from omnibal.data.source_draws import typical_lengths
 from omnibal.errors import ConfigError, InfeasibleError
@@ -80,12 +80,13 @@ def fit_step(
         given = search.sized(_scaled(most, PLANNED_SHARE) if padded else most)
         if search.off(given) <= KEPT:
             return StepSize(most, given.micro_batches)
-    largest = PackLimits(lengths.summary.max_vision_units, max(lengths.summary.max_llm_tokens, 1))
+    # Limits that are given without one of sounds stay without it.
+    hears = bool(lengths.summary.total_sound_units) and not padded and (most is None or most.sound_units is not None)
+    largest = largest_limits(lengths, hears=hears)
     smallest = PackLimits(int(lengths.vision_units.min()), max(int(lengths.llm_tokens.min()), 1))
     ceiling = search.ceiling(largest) if most is None else given.limits
-    holds_all = largest.vision_units <= ceiling.vision_units and largest.llm_tokens <= ceiling.llm_tokens
     found: list[StepSize] = []
-    for least in (largest, smallest) if holds_all else (smallest,):
+    for least in (largest, smallest) if largest.within(ceiling) else (smallest,):
         found.append(search.best(least, ceiling, fills_batches=most is None and least == largest))
         if search.off(found[-1]) <= KEPT:
             break
@@ -94,12 +95,7 @@ def fit_step(
         best = min(best, search.with_fewer_tokens(best), key=search.off)
     if padded:
         return StepSize(_unscaled(best.limits), best.micro_batches)
-    if most is None or most.sound_units is None:
-        return best
-    chosen = best.limits
-    return StepSize(
-        PackLimits(chosen.vision_units, chosen.llm_tokens, sound_units=most.sound_units), best.micro_batches
-    )
+    return best
 
 
 def _scaled(limits: PackLimits, share: float) -> PackLimits:
@@ -132,13 +128,18 @@ class _LimitsSearch:
         summary = self.lengths.summary
         # What the samples of a batch bring on average.
         self.batch_vision, self.batch_tokens = share * summary.total_vision_units, share * summary.total_llm_tokens
+        self.batch_sound = share * (summary.total_sound_units or 0)
         # Samples that a pack cannot hold more of on average.
         self.bound = cache(lambda limits: len(self.lengths) / min_packs(self.lengths, limits))
 
     def ceiling(self, largest: PackLimits) -> PackLimits:
         """Limits beyond which packs hold more samples than a batch did; every sample fits."""
         tokens = round(TOKEN_SLACKS[-1] * ROOM * self.batch_tokens)
-        return PackLimits(max(round(ROOM * self.batch_vision), largest.vision_units), max(tokens, largest.llm_tokens))
+        sounds = None
+        if largest.sound_units is not None:
+            sounds = max(round(SOUND_SLACKS[-1] * ROOM * self.batch_sound), largest.sound_units)
+        vision = max(round(ROOM * self.batch_vision), largest.vision_units)
+        return PackLimits(vision, max(tokens, largest.llm_tokens), sound_units=sounds)
 
     def samples(self, size: StepSize) -> float:
         """Samples of a step on average, as the whole epoch is planned."""
@@ -207,12 +208,13 @@ class _LimitsSearch:
         return min(tried, key=self.off)
 
     def with_fewer_tokens(self, size: StepSize) -> StepSize:
-        """Halve the interval of token limits under which packs that hold too much come nearer; vision limits stay."""
+        """Halve the interval of token limits under which packs that hold too much come nearer; others stay."""
         micro_batches, tokens = size.micro_batches + (self.samples(size) < self.asked), size.limits.llm_tokens
         least, most, tried = tokens // 2, tokens, []
         while most - least > TOKEN_MULTIPLE:
             middle = (least + most) // 2
-            tried.append(StepSize(PackLimits(size.limits.vision_units, middle), micro_batches))
+            limits = PackLimits(size.limits.vision_units, middle, sound_units=size.limits.sound_units)
+            tried.append(StepSize(limits, micro_batches))
             if self.off(tried[-1]) <= KEPT:
                 break
             if self.samples(tried[-1]) > self.asked:
@@ -224,7 +226,8 @@ class _LimitsSearch:
     def fills_batch(self, limits: PackLimits) -> bool:
         """Whether limits hold what a batch brings on average, or nearly; packs are never fuller than their limits."""
         holds_vision = limits.vision_units >= (1 - KEPT) * self.batch_vision
-        return holds_vision and limits.llm_tokens >= (1 - KEPT) * self.batch_tokens
+        holds_sound = limits.most("sound_units") >= (1 - KEPT) * self.batch_sound
+        return holds_vision and holds_sound and limits.llm_tokens >= (1 - KEPT) * self.batch_tokens
 
     def lacking_bytes(self, limits: PackLimits) -> float:
         """Bytes that a rank lacks for the largest micro-batch, by counted activations; below 0 where there is room."""
@@ -421,13 +424,14 @@ def describe(
     random, first = padded_batches(samples, batch=asked_steps.batch_size, **ranks), first_steps(sampler)
     padding = 1 - float(random.real.llm_tokens.sum() / random.loads.llm_tokens.sum())
     alone = len(limits.oversized(lengths))
+    sounds = "" if limits.sound_units is None else f" and {limits.sound_units} sound units"
 
     def waiting_of(loads: Load) -> list[str]:
         return Waiting.of(loads, costs, layout).told(sampler.num_replicas, lengths.vision_unit)
 
     parts = [
         f"omnibal: {len(lengths)} samples in {'padded batches' if padded else 'packs'} of at most "
-        f"{limits.vision_units} {lengths.vision_unit} and {limits.llm_tokens} tokens, "
+        f"{limits.vision_units} {lengths.vision_unit} and {limits.llm_tokens} tokens{sounds}, "
         f"{samples_per_step(sampler) / sampler.num_replicas / sampler.micro_batches:.1f} samples each",
         *([f"{alone} samples exceed these limits, each is alone in one"] if alone else []),
         asked_steps.told(sampler),

@@ -84,8 +84,8 @@ def balance(
     Args:
         trainer: Before training.
         limits: The most a pack may hold; by default they are searched, so that a pack holds about
-            ``per_device_train_batch_size`` samples. Packs are made smaller where no number of them comes within 5 % of
-            the samples of a step.
+            ``per_device_train_batch_size`` samples; sounds beside a ViT get a limit of their own, unless ``padded``.
+            Packs are made smaller where no number of them comes within 5 % of the samples of a step.
         samples_per_step: Samples of an optimizer step, of all ranks together; by default those that the trainer's
             arguments ask for. The printed line says how many there are on average.
         lengths: Of every sample of the training dataset, in ``pixel_values`` rows (tiles or patches) and

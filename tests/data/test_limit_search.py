@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -61,6 +62,23 @@ def test_samples_without_images_need_token_limits_only():
     found = search_limits(lengths, PackLimits(10, 4000), num_replicas=1, method="isf")
     assert {scored.limits.vision_units for scored in found} == {0}
     assert {scored.limits.llm_tokens for scored in found} >= {500, 4000}
+
+
+def test_a_limit_of_sounds_is_searched_where_the_ceiling_has_one():
+    rng = np.random.default_rng(0)
+    sounds = np.where(rng.random(300) < 0.4, rng.integers(10, 90, 300), 0)
+    lengths = SampleLengths(rng.integers(0, 4, 300), rng.integers(20, 60, 300) + sounds // 2, sound_units=sounds)
+    search = partial(search_limits, lengths, num_replicas=2)
+    for scored in (found := search(PackLimits(8, 300, sound_units=250))):
+        assert sounds.max() <= scored.limits.sound_units <= 250
+        epoch = arrange_epoch(lengths, scored.limits, num_replicas=2)
+        assert epoch.packs.sums(sounds).max() <= scored.limits.sound_units
+    waste = {scored.limits: scored.waste - scored.dist_ratio_sound for scored in found}
+    assert len({limits.sound_units for limits in waste}) > 5
+    assert max(found[0].dist_ratio_sound, 0.01) < found[-1].dist_ratio_sound
+    assert {scored.limits.sound_units for scored in search(PackLimits(4, 200))} == {None}
+    with pytest.raises(InfeasibleError, match=r"LLM tokens, 89 sound units\), got 12 and 400, 50"):
+        search(PackLimits(12, 400, sound_units=50))
 
 
 def test_limits_that_leave_the_samples_hardly_a_step_are_not_tried():

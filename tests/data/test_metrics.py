@@ -123,3 +123,10 @@ def test_samples_over_a_limit_take_packs_of_their_own():
     lengths = SampleLengths([20, 1, 1], [1, 99, 1])
     assert min_packs(lengths, PackLimits(9, 50)) == 3
     assert volume_bound(lengths, PackLimits(9, 50)) == 3
+
+
+def test_sounds_ask_for_packs_where_they_have_a_limit():
+    lengths = SampleLengths([1] * 10, [1] * 10, sound_units=[5] * 9 + [20])
+    assert (min_packs(lengths, PackLimits(99, 99)), volume_bound(lengths, PackLimits(99, 99))) == (1, 1)
+    limited = PackLimits(99, 99, sound_units=9)
+    assert (min_packs(lengths, limited), volume_bound(lengths, limited)) == (1 + 9, 1 + 5)

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -115,6 +116,32 @@ def test_texts_alone_get_limits():
     size, samples = sized(texts, 32)
     assert (size.limits.vision_units, size.micro_batches) == (0, 2)
     assert samples == pytest.approx(32, rel=KEPT)
+
+
+def test_sounds_beside_a_vit_get_a_limit():
+    rng = np.random.default_rng(0)
+    sounds = np.where(rng.random(1200) < 0.4, rng.integers(50, 400, 1200), 0)
+    images = np.where(rng.random(1200) < 0.5, rng.integers(1, 6, 1200), 0)
+    tokens = rng.integers(20, 200, 1200) + 100 * images + sounds // 2
+    lengths = SampleLengths(images, tokens, sound_units=sounds)
+    size, samples = sized(lengths, 64, batch_size=8)
+    limits = size.limits
+    assert samples == pytest.approx(64, rel=KEPT)
+    sampler = PackSampler(lengths, limits, rank=0, num_replicas=4, micro_batches=size.micro_batches)
+    loads = Load.stack(sampler.load(step) for step in range(sampler.num_steps))
+    assert (
+        loads.sound_units.max()
+        <= limits.sound_units
+        < largest_load(lengths, replace(limits, sound_units=None)).sound_units / 2
+    )
+    line = describe(sampler, limits, None, "ddp", BATCHES)
+    assert f"{limits.llm_tokens} tokens and {limits.sound_units} sound units, " in line
+    # Limits that are given, or those of padded batches, get none.
+    given = fit_step(lengths, 64, batch_size=8, num_replicas=4, most=PackLimits(30, 1500))
+    padded = fit_step(lengths, 64, batch_size=8, num_replicas=4, padded=True)
+    assert (given.limits.sound_units, padded.limits.sound_units) == (None, None)
+    most = PackLimits(30, 1500, sound_units=900)
+    assert 0 < fit_step(lengths, 64, batch_size=8, num_replicas=4, most=most).limits.sound_units <= 900
 
 
 def test_padding_is_counted():

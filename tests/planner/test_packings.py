@@ -219,3 +219,9 @@ def test_no_pack_within_the_limits_exceeds_the_largest_load(seed):
 
 def test_all_tokens_may_carry_loss_where_nothing_is_known():
     assert largest_load(SampleLengths([1], [10]), PackLimits(2, 30)).target_tokens == 30
+
+
+def test_tokens_bound_sounds_that_have_no_limit():
+    lengths = SampleLengths([0, 0], [10, 10], sound_units=[20, 4])
+    assert largest_load(lengths, PackLimits(2, 30)).sound_units == 60
+    assert largest_load(lengths, PackLimits(2, 30, sound_units=25)).sound_units == 25
