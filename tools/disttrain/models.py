@@ -9,12 +9,14 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from omnibal.advise.estimate import Scenario
-from omnibal.advise.layouts import weigh_layouts
+from omnibal.advise.layouts import Kind, weigh_layouts
+from omnibal.advise.models import Model
 from omnibal.cluster import Cluster, Encoder, Layout
 from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.device import DEVICES
+from omnibal.device import DEVICES, Device
+from omnibal.errors import ConfigError
 from omnibal.families import layer_records
 from omnibal.pipeline.spread import split_profile
 from omnibal.planner.allocation import ModuleCost, allocate
@@ -24,6 +26,7 @@ from omnibal.planner.step_model import StepCosts
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
 from tools.bench import machine, print_table
+from tools.layouts.bench import PER_DEVICE, lengths
 
 DEVICE: Final = replace(
     DEVICES["A100-80GB"], name="A800-80GB", link_bytes_per_second=150e9, node_bytes_per_second=12.5e9
@@ -33,6 +36,8 @@ TOKENS: Final = 8192
 """Of every sample, images and text together."""
 MOST_IMAGES: Final = 7
 """Of 512 × 512 pixels: 1024 patches of 16 × 16, each of which is a token of the language model."""
+SILENT: Final = 1e30
+"""Bytes per second of links that tensor ranks' sums take no time on."""
 VISION: Final = {
     "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16,
     "image_size": [512, 512], "patch_size": [16, 16], "attention_bias": True, "norm_type": "layer_norm",
@@ -84,6 +89,16 @@ FROZEN: Final[dict[str, tuple[str, ...]]] = {
     "all": (), "encoder": ("language",), "LLM": ("vision",), "projector": ("vision", "language"),
 }  # fmt: skip
 """What is trained; the projector always is."""
+ROWS: Final[tuple[tuple[str, str, int, tuple[str, ...]], ...]] = (
+    ("InternVL3-38B", "8x8xA100-80GB", 1, ()),
+    ("InternVL3-38B", "8x8xA100-80GB", 4, ()),
+    ("InternVL3-78B", "16x8xH100-80GB", 2, ()),
+    ("InternVL3-78B", "16x8xH100-80GB", 4, ()),
+    ("InternVL3-78B", "8x8xA100-80GB", 4, ()),
+    ("Qwen2.5-VL-72B", "16x8xH100-80GB", 8, ()),
+    ("InternVL3-78B", "16x8xH100-80GB", 4, ("vision",)),
+)
+"""Model, cluster, the most tensor ranks, and what is frozen."""
 SMALL_GAIN, FROZEN_GAIN = "1.4–2.7", "1.2–2.9"
 """Of the small runs, all three models together: section 8.2.1, and Figures 19 and 20 with the generator's row."""
 
@@ -110,12 +125,14 @@ def weigh(model: Published, run: Run, trained: str, published: str) -> list[obje
     ]  # fmt: skip
 
 
-def profiles_of(model: Published, frozen: tuple[str, ...] = ()) -> Callable[[int, int], ModelProfile]:
+def profiles_of(
+    model: Published, frozen: tuple[str, ...] = (), device: Device = DEVICE
+) -> Callable[[int, int], ModelProfile]:
     """Costs by the tensor ranks of encoder and language model."""
 
     def profile(encoder: int, language: int) -> ModelProfile:
         degrees = {"vision": encoder, "language": language}
-        return analytic_profile(layer_records(model.config), DEVICE, tensor_parallel=degrees, frozen=frozen)
+        return analytic_profile(layer_records(model.config), device, tensor_parallel=degrees, frozen=frozen)
 
     return profile
 
@@ -140,6 +157,54 @@ def print_models() -> None:
     cells += [(model, model.runs[0], trained, FROZEN_GAIN) for trained in tuple(FROZEN)[1:] for model in MODELS]
     large = [(model, model.runs[1], "all", model.gain) for model in MODELS]
     print_table(names, (weigh(*cell) for cell in large + cells))
+
+
+def print_talk() -> None:
+    """The large runs with and without the seconds that tensor ranks take to add up what they compute."""
+    rows = []
+    for model in MODELS:
+        run, speeds = model.runs[1], list[float]()
+        rigid = model.layout(run)
+        for device in (replace(DEVICE, link_bytes_per_second=SILENT), DEVICE):
+            # Both send between stages and replicas at the same speed.
+            profiles = profiles_of(model, device=device)
+            cluster = Cluster(rigid.num_devices // 8, 8, DEVICE)
+            scenario = Scenario(drawn_lengths(), profiles(1, 1), cluster, run.batch)
+            (units,) = weigh_layouts(scenario, profiles, kinds=("units",)).candidates
+            speeds += [run.batch / rigid_seconds(rigid, scenario, profiles(8, 8)), units.samples_per_second]
+        gains = [f"{speeds[1] / speeds[0]:.2f}", f"{speeds[3] / speeds[2]:.2f}", model.gain]
+        rows.append([f"{model.name}, {rigid.num_devices}", *(f"{speed:.1f}" for speed in speeds), *gains])
+    silent = ["rigid, no talk", "units, no talk"]
+    print_table(
+        ["model, GPUs", *silent, "rigid", "units", "units/rigid, no talk", "units/rigid", "paper"], rows
+    )  # fmt: skip
+
+
+def print_rows() -> None:
+    """Published models of this project's families, with at most so many tensor ranks: pipeline, units, spread."""
+    names = ["model, devices", "trained", "tensor ranks", "pipeline", "units", "spread", "units/pipeline"]
+    print_table([*names, "spread/pipeline", "layout of units"], (_row(*row) for row in ROWS))
+
+
+def _row(name: str, machines: str, most: int, frozen: tuple[str, ...]) -> list[object]:
+    cluster, records = Cluster.parse(machines), Model.known(name).records
+
+    def profiles(encoder: int, language: int) -> ModelProfile:
+        if max(encoder, language) > most:
+            raise ConfigError(f"degrees of at most {most} are weighed")
+        degrees = {"vision": encoder, "language": language}
+        return analytic_profile(records, cluster.device, tensor_parallel=degrees, frozen=frozen)
+
+    scenario = Scenario(lengths(name), profiles(1, 1), cluster, PER_DEVICE * cluster.num_devices, spares_rows=True)
+    kinds: tuple[Kind, ...] = ("pipeline", "tensor", "units", "spread")
+    found = {each.kind: each for each in weigh_layouts(scenario, profiles, kinds=kinds).candidates}
+    pipeline = max(found[kind].samples_per_second for kind in kinds[:2] if kind in found)
+    units, spread = (found[kind].samples_per_second for kind in kinds[2:])
+    return [
+        f"{name}, {cluster}", "ViT frozen" if frozen else "all", f"at most {most}",
+        *(f"{rate:.1f}" for rate in (pipeline, units, spread)),
+        f"{units / pipeline:.2f}", f"{spread / pipeline:.2f}", found["units"].layout,
+    ]  # fmt: skip
 
 
 def modules() -> list[ModuleCost]:
@@ -182,7 +247,7 @@ def print_allocation() -> None:
     print_table(["GPUs", "global batch", "paper", "here", "stages × replicas × tensor ranks"], rows)
 
 
-PARTS: Final = {"models": print_models, "allocation": print_allocation}
+PARTS: Final = {"models": print_models, "talk": print_talk, "rows": print_rows, "allocation": print_allocation}
 
 if __name__ == "__main__":
     print(f"Made {machine('numpy', 'numba')}.")
