@@ -107,7 +107,7 @@ def train_drop_in(layout: str, steps: int, every: int, data: DemoPaths, folder: 
         disable_tqdm=True,
         remove_unused_columns=False,
         per_device_train_batch_size=2,
-        per_device_eval_batch_size=4,
+        per_device_eval_batch_size=10,  # one batch, with images on both ranks: under ZeRO 3 both run the ViT, or none
         gradient_accumulation_steps=2,
         dataloader_num_workers=1,
         learning_rate=1e-3,
