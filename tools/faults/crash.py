@@ -53,8 +53,8 @@ def whole_run(layout: str, model: str, folder: Path) -> tuple[float, float]:
     return time.monotonic() - started, max(first)
 
 
-def killed_run(layout: str, model: str, folder: Path, rank: int, after: float) -> tuple[bool, float]:
-    """Start or resume a run, kill one rank after a time; whether it was hit, and how long the others stayed."""
+def killed_run(layout: str, model: str, folder: Path, rank: int, after: float) -> tuple[bool, float, float]:
+    """Start or resume a run, kill one rank after a time; whether it was hit, how long others stayed, all seconds."""
     folder.mkdir(exist_ok=True)
     (folder / MET).unlink(missing_ok=True)
     group = _Group(PROCESSES[layout], "cpu")
@@ -78,7 +78,8 @@ def killed_run(layout: str, model: str, folder: Path, rank: int, after: float) -
                 break
             assert time.monotonic() - (killed_at or started) < MOST_SECONDS, "processes stay behind a kill"
             time.sleep(0.02)
-        return bool(killed_at), time.monotonic() - killed_at if killed_at else 0.0
+        ended = time.monotonic()
+        return bool(killed_at), ended - killed_at if killed_at else 0.0, ended - started
     finally:
         group.end()
 
@@ -118,13 +119,15 @@ def crash(layout: str, kills: int, seed: int) -> Outcome:
         while outcome.kills < kills:
             outcome.runs += 1
             folder = place / "killed"
-            moments = [rng.uniform(0.3 * first, 1.05 * seconds) for _ in range(rng.randint(1, MOST_KILLS))]
+            begin = 0.3 * min(first, seconds)
+            moments = [rng.uniform(begin, 1.05 * seconds) for _ in range(rng.randint(1, MOST_KILLS))]
             for after in [*moments[: kills - outcome.kills], math.inf]:  # the last one is left alone
-                is_hit, stayed = killed_run(layout, model, folder, rng.randrange(PROCESSES[layout]), after)
+                is_hit, stayed, taken = killed_run(layout, model, folder, rng.randrange(PROCESSES[layout]), after)
                 outcome.kills += is_hit
                 outcome.slowest_end = max(outcome.slowest_end, stayed)
                 check_left(layout, folder)
                 if not is_hit:
+                    seconds = min(seconds, taken)  # the first run may have compiled what others found
                     break
             check_equal(layout, folder, place / "whole")
             shutil.rmtree(folder)
