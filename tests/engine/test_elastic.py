@@ -67,11 +67,14 @@ def test_weights_and_samples_are_those_of_the_run_that_stays(found, number, most
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_processes", [3, 4])
+@pytest.mark.parametrize("num_processes", [2, 3, 4])
 def test_more_processes_tensor_ranks_and_an_encoder_with_replicas_of_its_own(num_processes, tmp_path):
     save_small_model(tmp_path / "model")
     config = partial(config_of, tmp_path / "model")
+    adapted = [changed(config(*own), "model", lora={"rank": 2}) for own in ((1, 1, FOUR), (2, 0, FOUR))]
+    frozen = [changed(config(*own), "model", frozen=["vision"]) for own in ((1, 1, BF16 | FOUR), (2, 1, BF16 | FOUR))]
     pairs = {
+        2: [(changed(one, "pipeline", num_tensor=2), two) for one, two in (adapted, frozen)],
         3: [(config(3, 1, FOUR), config(2, 1, PAIRS, encoder={"num_replicas": 1}))],
         4: [
             (config(2, 1, PAIRS), config(1, 1, {"gradient_accumulation_steps": 1})),
@@ -83,8 +86,11 @@ def test_more_processes_tensor_ranks_and_an_encoder_with_replicas_of_its_own(num
     }
     both_ways = [pair[::order] for pair in pairs[num_processes] for order in (1, -1)]
     by_rank = launch(num_processes, "tests.engine.elastic:moves", both_ways, str(tmp_path / "checkpoints"))
-    for moved in zip(*by_rank, strict=True):
-        check_alike(runs_of(moved), 1e-6, 1e-8)
+    for number, moved in enumerate(zip(*by_rank, strict=True)):
+        near = (1e-6, 1e-8)
+        if num_processes == 2:  # Adam divides by adapters' small gradients; bfloat16
+            near = (1e-5, 1e-7) if number < 2 else (2e-2, 2e-4)
+        check_alike(runs_of(moved), *near)
 
 
 def test_float32_copies_keep_every_bit(found):
