@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from omnibal.advise.wait import Sharding, reached_layers
+from omnibal.advise.wait import Sharding
 from omnibal.cluster import Cluster, Layout
 from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.memory.footprint import loss_bytes
@@ -201,7 +201,7 @@ class RankMemory:
     def peak_bytes(self, loads: Load) -> FloatArray:
         """What a rank holds while each micro-batch runs, or at the update if it is more, in the shape of the loads."""
         # Of the head only logits count, as transformers has all of them at one time.
-        reached = zip(self.profile.layers, reached_layers(self.profile), strict=True)
+        reached = zip(self.profile.layers, self.profile.reached, strict=True)
         trained = [layer for layer, is_reached in reached if is_reached and layer.kind != "head"]
         levels = [self.recompute if self.recompute in layer.saved_bytes else "none" for layer in trained]
         kept = sum((layer.saved_bytes[level] for layer, level in zip(trained, levels, strict=True)), start=CostModel())

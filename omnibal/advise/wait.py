@@ -22,8 +22,7 @@ from numpy.typing import ArrayLike
 from omnibal.cluster import Cluster, Layout
 from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.errors import ConfigError
-from omnibal.families.base import Module
-from omnibal.profile.records import LayerCost, Level, ModelProfile
+from omnibal.profile.records import Level, ModelProfile
 
 Sharding = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
 """What data-parallel ranks share; plain DDP accumulates under ``no_sync``, as Trainer and Accelerate do."""
@@ -53,31 +52,13 @@ def phase_costs(profile: ModelProfile, *, recompute: Level = "none") -> dict[str
     hears = any(layer.module == "sound" for layer in profile.layers)
     phases = (SOUND_PHASES[0], *PHASES, SOUND_PHASES[1]) if hears else PHASES
     costs: dict[str, CostModel] = dict.fromkeys(phases, CostModel())
-    for layer, reached in zip(profile.layers, reached_layers(profile), strict=True):
-        part = part_of(layer)
+    for layer, reached in zip(profile.layers, profile.reached, strict=True):
+        part = layer.part
         costs[f"{part} forward"] += layer.forward_seconds
         if reached:
             again = layer.recompute_seconds.get(recompute, CostModel())
             costs[f"{part} backward"] += layer.backward_seconds + layer.weight_seconds + again
     return costs
-
-
-def part_of(layer: LayerCost) -> Module:
-    """The part of a model whose phases run a layer."""
-    return "vision" if layer.module == "projector" else layer.module
-
-
-def reached_layers(profile: ModelProfile) -> list[bool]:
-    """Whether the backward pass runs each layer: it ends at the first trained one of each encoder."""
-    reached, begun, encoder = list[bool](), set[Module](), "vision"
-    for layer in profile.layers:
-        # Gradients of the projector's input go to the encoder before it, those of the LLM's to both encoders.
-        passes = encoder in begun if layer.module == "projector" else layer.module == "language" and bool(begun)
-        if layer.trainable or passes:
-            begun.add(part_of(layer))
-        encoder = layer.module if layer.module in ("sound", "vision") else encoder
-        reached.append(part_of(layer) in begun)
-    return reached
 
 
 def sample_costs(profile: ModelProfile, *, recompute: Level = "none") -> dict[str, CostModel]:
@@ -203,4 +184,4 @@ def exposed_seconds(
 
 
 def _bytes(profile: ModelProfile, part: str, name: str) -> int:
-    return sum(getattr(layer, name) for layer in profile.layers if part_of(layer) == part)
+    return sum(getattr(layer, name) for layer in profile.layers if layer.part == part)

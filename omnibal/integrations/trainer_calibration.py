@@ -10,21 +10,21 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerState
 
-from omnibal.advise.wait import MEETINGS, Sharding, phase_costs
+from omnibal.advise.wait import MEETINGS, SOUND_PHASES, Sharding, phase_costs
 from omnibal.cost import CostModel, Load
 from omnibal.errors import ConfigError
 from omnibal.integrations.loading import PackSampler
 from omnibal.integrations.target_rows import base_of
 from omnibal.integrations.trainer_hooks import PacksCallback, recompute_of, replicas_of
-from omnibal.integrations.trainer_steps import Costs, Gains, first_steps, samples_per_step, step_seconds
+from omnibal.integrations.trainer_steps import SOUND, Costs, Gains, first_steps, samples_per_step, step_seconds
 from omnibal.profile.calibration import (
     MOST_PASSES,
-    PARTS,
     STEPS,
     WARM_UP,
     Calibration,
     TimedPass,
     calibrate,
+    parts_of,
     sizes_of,
 )
 from omnibal.profile.records import ModelProfile, every_layer
@@ -65,7 +65,8 @@ def measured_before(trainer: Trainer, counted: ModelProfile | None) -> AdoptedCo
 class PassTimer:
     """Marks of each micro-batch's passes: forward and backward, where the LLM begins and where its gradient is known.
 
-    No mark waits for the device. The parts are read off the LLM's call, whose input all of the ViT's work flows into.
+    No mark waits for the device. The parts are read off the LLM's call, whose input all encoders' work flows into, and
+    off the call of an encoder of sound.
     """
 
     def __init__(self, model: Any, device: torch.device) -> None:
@@ -77,6 +78,12 @@ class PassTimer:
             language.register_forward_pre_hook(self._enter_language, with_kwargs=True),
             model.register_forward_hook(self._leave),
         ]
+        tower = next((each for name, each in model.named_modules() if name.rpartition(".")[2] == SOUND), None)
+        if tower is not None:
+            self._handles += [
+                tower.register_forward_pre_hook(self._enter_sound),
+                tower.register_forward_hook(self._leave_sound),
+            ]
 
     def close(self) -> None:
         """Leave the model as it was."""
@@ -96,9 +103,19 @@ class PassTimer:
             if isinstance(embedded, Tensor) and embedded.requires_grad:
                 embedded.register_hook(lambda gradient: self._mark(now, "vision backward"))  # type: ignore[no-untyped-call]
 
+    def _enter_sound(self, module: Any, inputs: Any) -> None:
+        if "begin" in self._now and "language" not in self._now:
+            self._mark(self._now, "sound")
+
+    def _leave_sound(self, module: Any, inputs: Any, outputs: Any) -> None:
+        now, result = self._now, _trained(outputs)
+        if "sound" in now and "language" not in now:
+            self._mark(now, "sound done")
+            if result is not None:  # its gradient is known behind the ViT's backward pass, as its forward pass is first
+                result.register_hook(lambda gradient: self._mark(now, "sound backward"))  # type: ignore[no-untyped-call]
+
     def _leave(self, module: Any, inputs: Any, outputs: Any) -> None:
-        now, found = self._now, outputs.values() if isinstance(outputs, Mapping) else outputs
-        result = next((each for each in found if isinstance(each, Tensor) and each.requires_grad), None)
+        now, result = self._now, _trained(outputs)
         if "begin" in now and result is not None:
             self._mark(now, "forward done")
             result.register_hook(lambda gradient: self._begin_backward(now))  # type: ignore[no-untyped-call]
@@ -113,8 +130,16 @@ class PassTimer:
         now[name] = mark(self._device)
 
 
-# The marks between which each of PARTS runs; without a gradient of the LLM's input the whole backward pass is its own.
+def _trained(outputs: Any) -> Tensor | None:
+    """The first tensor of a module's outputs that a gradient comes back to."""
+    found = outputs.values() if isinstance(outputs, Mapping) else outputs if isinstance(outputs, tuple) else (outputs,)
+    return next((each for each in found if isinstance(each, Tensor) and each.requires_grad), None)
+
+
+# The marks between which each part runs; without a gradient of the LLM's input the whole backward pass is its own.
 _ENDS: Final = {
+    "sound forward": ("sound", "sound done"),
+    "sound backward": ("sound backward", "end"),
     "vision forward": ("begin", "language"),
     "language forward": ("language", "forward done"),
     "vision backward": ("vision backward", "end"),
@@ -122,17 +147,26 @@ _ENDS: Final = {
 }
 
 
-def passes_of(marks: Mapping[str, Mark], load: tuple[float, ...], first_language: int, layers: int) -> list[TimedPass]:
-    """The passes of a micro-batch, one for each of ``PARTS``, of 0 seconds where a mark is missing."""
-    ends = dict(marks)
-    ends.setdefault("vision backward", ends.get("end", 0.0))
-    passes = []
-    for part in PARTS:
+def passes_of(marks: Mapping[str, Mark], load: tuple[float, ...], profile: ModelProfile) -> list[TimedPass]:
+    """The passes of a micro-batch, one for each of ``parts_of``, of 0 seconds where a mark is missing."""
+
+    def seconds(part: str) -> float:
         begin, end = _ENDS[part]
-        seconds = seconds_between(ends[begin], ends[end]) if begin in ends and end in ends else 0.0
-        of_layers = (0, first_language) if part.startswith("vision") else (first_language, layers)
-        passes.append(TimedPass(of_layers, part.endswith("backward"), load, seconds))
-    return passes
+        return seconds_between(marks[begin], marks[end]) if begin in marks and end in marks else 0.0
+
+    marks = dict(marks)
+    marks.setdefault("vision backward", marks.get("end", 0.0))
+    taken = {part: seconds(part) for part in parts_of(profile)}
+    # Sounds are encoded between the marks of the ViT.
+    for direction in ("forward", "backward"):
+        taken[f"vision {direction}"] -= taken.get(f"sound {direction}", 0.0)
+    of_layers = dict[str, list[int]]()
+    for number, layer in enumerate(profile.layers):
+        of_layers.setdefault(layer.part, []).append(number)
+    layers = {part: (numbers[0], numbers[-1] + 1) for part, numbers in of_layers.items()}
+    return [
+        TimedPass(layers[part.split()[0]], part.endswith("backward"), load, seconds) for part, seconds in taken.items()
+    ]
 
 
 def language_of(model: Any) -> Any:
@@ -162,7 +196,6 @@ class CalibratesCosts(TrainerCallback):  # type: ignore[misc]
         self._trainer, self._profile, self._packs, self._sampler = trainer, profile, packs, sampler
         self._replan, self._promise, self._source = replan, promise, source
         self._levels = every_layer(recompute_of(trainer), len(profile.layers))
-        self._first_language = next(n for n, layer in enumerate(profile.layers) if layer.module == "language")
         self._steps, self._timed = 0, list[tuple[dict[str, Mark], tuple[float, ...]]]()
         self._timer: PassTimer | None = None
 
@@ -192,9 +225,9 @@ class CalibratesCosts(TrainerCallback):  # type: ignore[misc]
         self._timer = None
 
     def _calibrate(self, args: Any) -> None:
-        layers, most = len(self._profile.layers), max(MOST_PASSES // (len(PARTS) * args.world_size), 1)
+        most = max(MOST_PASSES // (len(parts_of(self._profile)) * args.world_size), 1)
         kept = self._timed[:: max(-(-len(self._timed) // most), 1)]
-        gathered = gather([passes_of(*each, self._first_language, layers) for each in kept])
+        gathered = gather([passes_of(*each, self._profile) for each in kept])
         passes = [each for of_rank in gathered for of_micro_batch in of_rank for each in of_micro_batch]
         if MEETINGS[self._packs.layout] == "phase":
             passes = self._heaviest(gathered)
@@ -212,7 +245,7 @@ class CalibratesCosts(TrainerCallback):  # type: ignore[misc]
         return [
             max(alike, key=lambda each: float(counted[part](Load(*each.load))))
             for of_ranks in zip(*gathered, strict=False)
-            for part, alike in zip(PARTS, zip(*of_ranks, strict=True), strict=True)
+            for part, alike in zip(parts_of(self._profile), zip(*of_ranks, strict=True), strict=True)
         ]
 
     def _report(self, found: Calibration, promised: float, now: Costs) -> str:
@@ -248,6 +281,9 @@ def better_cost(
 
     language = costs["language forward"] + costs["language backward"]
     whole = costs["vision forward"] + language + costs["vision backward"]
+    for phase in SOUND_PHASES:
+        # Sounds beside a ViT have units of their own, in which packs are even anyway.
+        whole += replace(costs.get(phase, CostModel()), sound_units=0.0)
     # The fixed part is the same for all packs.
     found = {replace(cost, fixed=0.0): seconds(replan(replace(cost, fixed=0.0))) for cost in (language, whole)}
     best = min(found, key=lambda cost: found[cost])

@@ -173,8 +173,7 @@ def balance(
         )
         print(described)
     model = trainer.accelerator.unwrap_model(trainer.model)
-    hears = costs is not None and "sound forward" in costs  # calibration knows a ViT and an LLM
-    if counted is not None and not hears and language_of(model) is not None and not args.torch_compile:
+    if counted is not None and language_of(model) is not None and not args.torch_compile:
         promise = partial(compare, sampler, size.limits, layout=layout, asked_steps=asked_steps)
         source = "counting" if before is None else "by an earlier run"
         replan = None if padded else lambda cost: plan(cost=cost)

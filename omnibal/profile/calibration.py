@@ -1,7 +1,7 @@
 """Measured corrections of counted costs: what passes through some layers took beside what was counted of them.
 
-Each coefficient of each part of a pass (``PARTS``) gets a factor. In packs that are balanced well all micro-batches
-are alike, so a regression on loads alone cannot tell the ViT from the LLM: passes are timed by part (by stage in a
+Each coefficient of each part of a pass (``parts_of``) gets a factor. In packs that are balanced well all micro-batches
+are alike, so a regression on loads alone cannot tell the encoders from the LLM: passes are timed by part (by stage in a
 pipeline), and factors that the loads cannot tell apart stay near that of their part.
 """
 
@@ -27,7 +27,6 @@ WARM_UP: Final = 2
 STEPS: Final = 20
 """Steps after which costs are fitted."""
 MOST_PASSES: Final = 4096  # of all ranks together; more tell nothing new
-PARTS: Final = ("vision forward", "language forward", "vision backward", "language backward")
 SIZES: Final = tuple(field.name for field in fields(CostModel))
 # Columns of a part: CostModel's coefficients, and seconds of each layer whatever the pass holds (starting kernels).
 _COLUMNS = len(SIZES) + 1
@@ -35,6 +34,16 @@ _COLUMNS = len(SIZES) + 1
 _OUTLIER = 0.1
 # Noise of a pass (5 %) over the factor's distance from its part's that is likely beforehand (50 %).
 _PULL = 0.1
+
+
+def parts_of(profile: ModelProfile) -> tuple[str, ...]:
+    """The parts of a micro-batch's passes that get factors of their own, all forward ones first."""
+    return tuple(f"{part} {direction}" for direction in ("forward", "backward") for part in _modules(profile))
+
+
+def _modules(profile: ModelProfile) -> tuple[str, ...]:
+    hears = any(layer.part == "sound" for layer in profile.layers)
+    return ("vision", "language", "sound") if hears else ("vision", "language")
 
 
 class TimedPass(NamedTuple):
@@ -72,12 +81,15 @@ class Calibration(Record):
     language: float
     """Seconds of the LLM over what was counted."""
     factors: dict[str, dict[str, float]]
-    """For each of ``PARTS`` the factor of each coefficient, and ``layer_seconds``."""
+    """For each of ``parts_of`` the factor of each coefficient, and ``layer_seconds``."""
+    sound: float | None = None
+    """Seconds of an encoder of sound over what was counted; None where there is none."""
 
     def __str__(self) -> str:
+        sound = "" if self.sound is None else f", sound {self.sound:.3g}x"
         return (
-            f"vision {self.vision:.3g}x, language {self.language:.3g}x the seconds counted for {self.counted_for}; "
-            f"the fit is off by {self.error:.1%} of a pass (median of {self.passes})"
+            f"vision {self.vision:.3g}x, language {self.language:.3g}x{sound} the seconds counted for "
+            f"{self.counted_for}; the fit is off by {self.error:.1%} of a pass (median of {self.passes})"
         )
 
     def apply(self, counted: ModelProfile) -> ModelProfile:
@@ -93,7 +105,7 @@ class Calibration(Record):
         return replace(counted, layers=tuple(map(self._corrected, counted.layers)), device=self.device)
 
     def _corrected(self, layer: LayerCost) -> LayerCost:
-        part = "language" if layer.module == "language" else "vision"
+        part = layer.part
 
         def scaled(cost: CostModel, direction: str) -> CostModel:
             if cost == CostModel():
@@ -152,7 +164,8 @@ def calibrate(
     """
     from scipy.optimize import least_squares  # a third of a second that other commands need not wait
 
-    columns, seconds = _counted(profile, passes, recompute), np.array([each.seconds for each in passes])
+    parts, columns = parts_of(profile), _counted(profile, passes, recompute)
+    seconds = np.array([each.seconds for each in passes])
     timed = (seconds > 0) & (columns[..., :-1].sum(axis=(1, 2)) > 0)
     columns, seconds = columns[timed], seconds[timed]
     if not len(seconds):
@@ -173,7 +186,7 @@ def calibrate(
         return found
 
     # 1. One factor for each part. 2. One for each column of it, which starts from its part's and is pulled there.
-    of_part = fit(share[..., :-1].sum(axis=2), np.ones(len(PARTS)), np.full(len(PARTS), _PULL / 10))
+    of_part = fit(share[..., :-1].sum(axis=2), np.ones(len(parts)), np.full(len(parts), _PULL / 10))
     start = np.tile(of_part[:, None], _COLUMNS)
     start[:, -1] = 0
     pulls = np.full_like(start, _PULL) / np.maximum(start, 1e-3)
@@ -181,35 +194,37 @@ def calibrate(
     flat = fit(share.reshape(len(share), -1), start.ravel(), pulls.ravel())
     factors = flat.reshape(start.shape) * units
     fitted = (columns * factors).sum(axis=2)
-    vision, language = (
-        fitted[:, part::2].sum() / max(columns[:, part::2, :-1].sum(), 1e-300) for part in range(2)
-    )  # fmt: skip
+    modules = _modules(profile)
+    vision, language, *sound = (
+        fitted[:, part :: len(modules)].sum() / max(columns[:, part :: len(modules), :-1].sum(), 1e-300)
+        for part in range(len(modules))
+    )
     error = np.median(np.abs(fitted.sum(axis=1) / seconds - 1))
     return Calibration(
         device=device, counted_for=profile.device, layers=_hash_of(profile), passes=len(seconds), error=float(error),
-        vision=float(vision), language=float(language),
+        vision=float(vision), language=float(language), sound=float(sound[0]) if sound else None,
         factors={
             part: dict(zip((*SIZES, "layer_seconds"), of_columns.tolist(), strict=True))
-            for part, of_columns in zip(PARTS, factors, strict=True)
+            for part, of_columns in zip(parts, factors, strict=True)
         },
     )  # fmt: skip
 
 
 def _counted(profile: ModelProfile, passes: Sequence[TimedPass], recompute: Sequence[Level]) -> FloatArray:
     """Counted seconds of each pass by part and column, and layers in the last column: (passes, parts, columns)."""
-    layers = profile.layers
-    of_layer = np.zeros((len(layers), 2, len(PARTS), _COLUMNS))
+    layers, modules = profile.layers, _modules(profile)
+    of_layer = np.zeros((len(layers), 2, 2 * len(modules), _COLUMNS))
 
     def add(layer: int, is_backward: int, part: int, cost: CostModel) -> None:
         if cost != CostModel():
             of_layer[layer, is_backward, part] += (*(getattr(cost, size) for size in SIZES), 1)
 
-    for index, layer in enumerate(layers):
-        part = int(layer.module == "language")
+    for index, (layer, reached) in enumerate(zip(layers, profile.reached, strict=True)):
+        part = modules.index(layer.part)
         add(index, 0, part, layer.forward_seconds)
-        if index >= profile.frozen_front:  # no gradient passes the layers before the first trained one
+        if reached:
             add(index, 1, part, layer.recompute_seconds.get(recompute[index], CostModel()))
-            add(index, 1, 2 + part, layer.backward_seconds + layer.weight_seconds)
+            add(index, 1, len(modules) + part, layer.backward_seconds + layer.weight_seconds)
     sums = np.concatenate([np.zeros((1, *of_layer.shape[1:])), of_layer.cumsum(axis=0)])
     first, behind = np.array([each.layers for each in passes], dtype=np.int64).reshape(-1, 2).T
     direction = np.array([int(each.is_backward) for each in passes], dtype=np.int64)

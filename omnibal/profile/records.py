@@ -159,6 +159,11 @@ class LayerCost:
         object.__setattr__(self, "recompute_seconds", seconds | dict(self.recompute_seconds))
 
     @property
+    def part(self) -> Module:
+        """The part of a model whose phases run this layer; the projector belongs to vision."""
+        return "vision" if self.module == "projector" else self.module
+
+    @property
     def trained(self) -> TrainedCount:
         """Parameters that get a gradient, and all; nothing where the profile does not say how many there are."""
         parameters = self.sizes.get("parameters", 0)
@@ -256,6 +261,19 @@ class ModelProfile:
         # No gradient passes the layers before the first trained one.
         trained = (index for index, layer in enumerate(self.layers) if layer.trainable)
         return next(trained, len(self.layers))
+
+    @property
+    def reached(self) -> list[bool]:
+        """Whether the backward pass runs each layer: it ends at the first trained one of each encoder."""
+        reached, begun, encoder = list[bool](), set[Module](), "vision"
+        for layer in self.layers:
+            # Gradients of the projector's input go to the encoder before it, those of the LLM's to both encoders.
+            passes = encoder in begun if layer.module == "projector" else layer.module == "language" and bool(begun)
+            if layer.trainable or passes:
+                begun.add(layer.part)
+            encoder = layer.module if layer.module in ("sound", "vision") else encoder
+            reached.append(layer.part in begun)
+        return reached
 
     def levels_like(self, recompute: Sequence[Level]) -> tuple[Level, ...]:
         """A recompute level for each layer, ``"none"`` in place of one that its costs do not have."""

@@ -7,7 +7,7 @@ import pytest
 
 from omnibal.advise.models import Model, adapted_profile
 from omnibal.advise.wait import phase_costs
-from omnibal.cost import Load
+from omnibal.cost import CostModel, Load
 from omnibal.device import Device
 from omnibal.errors import ConfigError
 from omnibal.profile.calibration import STEPS, WARM_UP, Calibration, TimedPass, calibrate, sizes_of
@@ -69,6 +69,46 @@ def timed(truth, loads, parts, rng, noise=0.04):
                 seconds *= rng.lognormal(0, noise) * (5 if rng.random() < 0.05 else 1)
                 passes.append(TimedPass(layers, is_backward, sizes, seconds))
     return passes
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-Omni-7B", "Qwen2-Audio-7B"])
+def test_a_wrong_guess_of_an_encoder_of_sound_is_put_right(name):
+    rng = np.random.default_rng(5)
+    counted = analytic_profile(Model.known(name).records, DEVICE)
+    factors = {"sound": 3.0, "vision": 0.5, "language": 1.6}
+
+    def scaled(layer):
+        return replace(layer, **{name: factors[layer.part] * getattr(layer, name) for name in NAMES})
+
+    truth = phase_costs(replace(counted, layers=tuple(map(scaled, counted.layers))))
+    alike = packs_alike(rng)
+    sounds = rng.normal(1500, 15, 60).round() * (name == "Qwen2.5-Omni-7B")
+    units = alike.vision_units if sounds.any() else (alike.vision_units / 1000).round()  # windows
+    loads = Load(units, alike.llm_tokens, alike.llm_tokens_squared, alike.vision_squared, sound_units=sounds)
+    passes = []
+    for load, sizes in zip(loads, sizes_of(loads), strict=True):
+        for part in factors:
+            numbers = [number for number, layer in enumerate(counted.layers) if layer.part == part]
+            for direction in ("forward", "backward"):
+                seconds = float(truth[f"{part} {direction}"](load)) * rng.lognormal(0, 0.04)
+                passes.append(TimedPass((numbers[0], numbers[-1] + 1), direction == "backward", sizes, seconds))
+    found = calibrate(counted, passes, every_layer("none", len(counted.layers)), device="a device")
+    assert (found.sound, found.vision, found.language) == pytest.approx((3, 0.5, 1.6), rel=0.03)
+    assert ", sound 3" in str(found) or ", sound 2.9" in str(found)
+    for phase, cost in phase_costs(found.apply(counted)).items():
+        assert float(cost(loads).mean()) == pytest.approx(float(truth[phase](loads).mean()), rel=0.03), phase
+
+
+def test_a_frozen_vit_beside_a_trained_encoder_of_sound_has_no_backward_pass():
+    records = Model.known("Qwen2.5-Omni-7B").records
+    counted = analytic_profile(records, DEVICE, frozen=["vision", "projector"])
+    sizes = sizes_of(Load([8000], [6000], [6e6], sound_units=[1500]))[0]
+    passes = [TimedPass((0, len(counted.layers)), backward, sizes, 2.0) for backward in (False, True)]
+    found = calibrate(counted, passes, every_layer("none", len(counted.layers)), device="a device")
+    costs = phase_costs(found.apply(counted))
+    assert costs["vision backward"] == CostModel()
+    whole = sum(float(cost(Load(*sizes))) for phase, cost in costs.items() if phase.endswith("backward"))
+    assert whole == pytest.approx(2, rel=0.05)
 
 
 @pytest.mark.parametrize("parts", [PARTS, STAGES], ids=["trainer", "pipeline"])
