@@ -184,14 +184,15 @@ def even_packs(
     """Packs of each step's samples that take about equally long, those most alike at the same time.
 
     The longest samples go to the packs that are fastest so far, then the next longest, and so on (longest processing
-    time first, for an eighth of the packs at once). ``seconds`` are those of every sample alone in each encoder and,
-    last, in the LLM.
+    time first, for an eighth of the packs at once). With several encoders packs are level in each, as the planner makes
+    them. ``seconds`` are those of every sample alone in each encoder and, last, in the LLM.
     """
+    deal = _longest_first if seconds.shape[1] == 2 else _level_in_each
     steps, num_packs = len(samples) // samples_per_step, num_ranks * micro_batches
     sums = np.empty((steps, num_packs, samples.sizes.shape[1]))
     for step in range(steps):
         own = slice(step * samples_per_step, (step + 1) * samples_per_step)
-        pack, filled = _longest_first(seconds[own], num_packs)
+        pack, filled = deal(seconds[own], num_packs)
         # Packs whose sums are even differ in one phase the opposite way as in the other, so language weighs more here.
         order = np.argsort(filled.sum(axis=1) + 2 * filled[:, -1], kind="stable")
         sums[step] = _sums(samples.sizes[own], pack, num_packs)[order]
@@ -213,6 +214,17 @@ def _longest_first(seconds: FloatArray, num_packs: int) -> tuple[Indices, FloatA
         pack[chosen] = fastest
         filled[fastest] += seconds[chosen]
     return pack, filled
+
+
+def _level_in_each(seconds: FloatArray, num_packs: int) -> tuple[Indices, FloatArray]:
+    """As ``_longest_first``, but each sample goes where the sum of all parts' squared loads grows least."""
+    # Loads of a part count in its mean, so that a small encoder's waits count like the LLM's.
+    loads = seconds / np.maximum(seconds.mean(axis=0), np.finfo(float).tiny)
+    pack, filled = np.empty(len(loads), dtype=np.int64), np.zeros((num_packs, loads.shape[1]))
+    for sample in np.argsort(-loads.max(axis=1), kind="stable"):
+        pack[sample] = least = (filled @ loads[sample]).argmin()
+        filled[least] += loads[sample]
+    return pack, _sums(seconds, pack, num_packs)
 
 
 def _sums(sizes: FloatArray, pack: Indices, num_packs: int) -> Any:

@@ -100,15 +100,24 @@ class Scenario:
         """``CAUSES``, with ``SOUND`` where the model hears."""
         if not self.hears:
             return CAUSES
-        sees = any(layer.module == "vision" for layer in self.profile.layers)
-        return (*CAUSES, SOUND) if sees else tuple(SOUND if "ViT" in cause else cause for cause in CAUSES)
+        return (*CAUSES, SOUND) if self._sees else tuple(SOUND if "ViT" in cause else cause for cause in CAUSES)
+
+    @property
+    def _sees(self) -> bool:
+        return any(layer.module == "vision" for layer in self.profile.layers)
+
+    @property
+    def waits_for(self) -> dict[str, str]:
+        """The cause of waits for each part, in the order of ``alone``."""
+        vision, language = CAUSES[2:4]
+        sound = {"sound": SOUND} if self.hears else {}
+        return {**sound, "vision": vision if self._sees or not self.hears else SOUND, "language": language}
 
     @cached_property
     def alone(self) -> tuple[FloatArray, ...]:
         """For each draw the seconds that every sample takes alone in each encoder and the LLM, (samples, parts)."""
         costs = phase_costs(self.profile)
-        names = ("sound", "vision", "language") if self.hears else ("vision", "language")
-        parts = [costs[f"{part} forward"] + costs[f"{part} backward"] for part in names]
+        parts = [costs[f"{part} forward"] + costs[f"{part} backward"] for part in self.waits_for]
         # The planner counts every token as a target, so even packs do, too.
         loads = (samples.all_rows.load for samples in self.draws)
         return tuple(np.stack([cost(load) for cost in parts], axis=1) for load in loads)

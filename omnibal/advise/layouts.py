@@ -32,13 +32,14 @@ from omnibal.profile.records import ModelProfile
 Kind = Literal["zero", "rearranged", "pipeline", "tensor", "spread", "units"]
 KINDS: Final[Mapping[Kind, str]] = {
     "zero": "ZeRO with even packs",
-    "rearranged": "ZeRO with samples rearranged between ViT and LLM (OrchMLLM)",
+    "rearranged": "ZeRO with samples rearranged for each encoder and the LLM (OrchMLLM)",
     "pipeline": "one pipeline through ViT and LLM (OmniBal)",
     "tensor": "one pipeline with tensor ranks in its stages",
     "spread": "the ViT on all devices, the LLM in a pipeline",
     "units": "ViT and LLM on devices of their own (DistTrain)",
 }
 """From the simplest to adopt to the most complicated one."""
+DATA_PARALLEL: Final[frozenset[Kind]] = frozenset({"zero", "rearranged"})
 EQUAL: Final = 0.03
 """Share by which layouts may differ and still count as equally fast: take the simplest of these."""
 MOST_PLACED: Final = 20
@@ -53,6 +54,7 @@ MANY_DEVICES: Final = 96
 MOST_TIMES: Final = 4
 MARGIN: Final = 1.15
 """Ranked layouts are tried while the formula says that they take at most so many times the fastest step so far."""
+HEARD_SEEN: Final = ("sound", "vision")
 SHARDINGS: Final[tuple[Sharding, ...]] = ("zero1", "zero2", "zero3")
 
 
@@ -70,6 +72,8 @@ class WeighedLayout:
     """Samples a second if nothing were computed while ranks communicate; None where hiding is not assumed."""
     plan: Plan | None = None
     recipe: Recipe | None = None
+    waits: Mapping[str, float] = field(default_factory=dict)
+    """Shares of all devices' time that ranks wait for each encoder's phases and for the LLM's; of ZeRO alone."""
 
     @property
     def runs_today(self) -> bool:
@@ -128,6 +132,8 @@ def weigh_layouts(
         num_stages: Stages that every pipeline has; by default any number.
         report: Called with what is being done.
     """
+    if scenario.hears:
+        kinds = tuple(kind for kind in kinds if kind in DATA_PARALLEL)
     ranking = LayoutRanking(scenario, profiles, num_stages)
     weighing = Weighing(scenario, ranking, report)
     found: list[WeighedLayout] = []
@@ -140,7 +146,9 @@ def weigh_layouts(
         else:
             missing[kind] = best
     refused = dict.fromkeys(ranking.refused.values())
-    if num_stages is not None and set(kinds) - {"zero", "rearranged"}:
+    if scenario.hears:
+        refused["pipelines, a spread encoder and units, which know no encoder of sound"] = None
+    if num_stages is not None and set(kinds) - DATA_PARALLEL:
         refused[f"pipelines of other than the {num_stages} stages that omnibal.pipeline.num_stages says"] = None
     by_speed = sorted(found, key=lambda each: -each.samples_per_second)
     return LayoutAnswer(tuple(by_speed), missing, tuple(refused))
@@ -266,14 +274,17 @@ class Weighing:
         """Data parallelism where a share of the layers recomputes."""
         recipe, devices = kept.recipe if share == 0 else again.recipe, self._cluster.num_devices
         spent = _between(kept.spent.mean(axis=0), again.spent.mean(axis=0), share)
-        useful, padding, by_vision, by_language, recomputed, sent = spent.tolist()
-        waits = by_vision + by_language
+        of_cause = dict(zip(self.scenario.causes, spent.tolist(), strict=True))
+        useful = of_cause["useful"] + of_cause["padding"]
+        recomputed, hidden = of_cause["recomputation"], of_cause["communication"]
+        waits, sent = {cause: of_cause[cause] for cause in self.scenario.waits_for.values()}, hidden
         if rearranged:
             # Each phase gets an even division of its own. Images are few and large, so that some of a phase's waits
             # stay; then features go to their samples' ranks, and their gradients back.
             waits = self._rearranged_waits
             sent += self._exchange_seconds
-        whole = useful + padding + waits + recomputed + sent
+        waited = sum(waits.values())
+        whole = useful + waited + recomputed + sent
         # What is sent does not depend on what recomputes.
         costs = [phase_seconds(self.scenario.profile, batches.loads) for batches in kept.batches]
         unhidden = np.mean(
@@ -283,8 +294,8 @@ class Weighing:
                 for phases, batches in zip(costs, kept.batches, strict=True)
             ]
         )  # fmt: skip
-        openly = whole - float(spent[-1]) + float(unhidden)
-        shares = {"useful": useful + padding, "waits": waits, "recomputation": recomputed, "communication": sent}
+        openly = whole - hidden + float(unhidden)
+        shares = {"useful": useful, "waits": waited, "recomputation": recomputed, "communication": sent}
         return WeighedLayout(
             kind="rearranged" if rearranged else "zero",
             layout=f"{recipe.sharding} on {devices} ranks, {share:.0%} of the layers recompute",
@@ -294,28 +305,35 @@ class Weighing:
             shares={cause: seconds / whole for cause, seconds in shares.items()},
             unhidden_samples_per_second=devices / openly,
             recipe=recipe,
+            waits={cause: seconds / whole for cause, seconds in waits.items()},
         )
 
     @cached_property
-    def _rearranged_waits(self) -> float:
-        """Device seconds per sample that ranks wait where every phase's samples are dealt longest first."""
+    def _rearranged_waits(self) -> dict[str, float]:
+        """Device seconds per sample that ranks wait where every part's samples are dealt longest first, by cause."""
         devices, per_step = self._cluster.num_devices, self.scenario.samples_per_step
-        waits = []
-        for alone in self.scenario.alone:
-            for begin in range(0, len(alone) - per_step + 1, per_step):
-                for phase in alone[begin : begin + per_step].T:
-                    loads = np.zeros(devices)
-                    for seconds in np.sort(phase)[::-1]:
-                        loads[loads.argmin()] += seconds
-                    waits.append((loads.max() - loads).sum() / per_step)
-        return 2 * float(np.mean(waits))  # two phases a step
+        steps = [
+            alone[begin : begin + per_step]
+            for alone in self.scenario.alone
+            for begin in range(0, len(alone) - per_step + 1, per_step)
+        ]
+        waits = dict.fromkeys(self.scenario.waits_for.values(), 0.0)
+        for part, cause in enumerate(self.scenario.waits_for.values()):
+            for step in steps:
+                loads = np.zeros(devices)
+                for seconds in np.sort(step[:, part])[::-1]:
+                    loads[loads.argmin()] += seconds
+                waits[cause] += float((loads.max() - loads).sum()) / per_step / len(steps)
+        return waits
 
     @cached_property
     def _exchange_seconds(self) -> float:
         """Device seconds per sample of features on their way to other ranks, and of their gradients back."""
-        profile, devices = self.scenario.profile, self._cluster.num_devices
-        sample = self.ranking.mean_sample
-        moved = float(profile.layers[self.ranking.border - 1].output_bytes(sample)) * (devices - 1) / devices
+        layers, devices = self.scenario.profile.layers, self._cluster.num_devices
+        sample, border = self.ranking.mean_sample, self.ranking.border
+        # The last layer of each encoder; a projector behind an encoder of sound belongs to it.
+        last = [n for n in range(border) if n + 1 == border or (layers[n].module, layers[n + 1].module) == HEARD_SEEN]
+        moved = sum(float(layers[n].output_bytes(sample)) for n in last) * (devices - 1) / devices
         return 2 * moved / bandwidth(self._cluster)
 
     def _packing(self, num_replicas: int, micro_batches: int, draws: int) -> Packing:

@@ -107,8 +107,8 @@ class Question:
         Raises:
             InfeasibleError: Today's mean rank needs more memory than there is.
         """
-        if with_pipeline:
-            self._refuse_sounds()
+        if with_pipeline and self.scenario.hears:
+            raise ConfigError(f"model must be one without sounds to plan a pipeline of, got {self.model.name}")
         return advise(self.scenario, self.recipe, with_pipeline=with_pipeline, must_fit=must_fit)
 
     def layouts(self, report: Callable[[str], object] = lambda doing: None) -> LayoutAnswer:
@@ -117,13 +117,14 @@ class Question:
         Args:
             report: Called with what is being done: it takes seconds for eight devices, minutes for hundreds.
 
+        Of a model that hears, ZeRO alone is weighed, with samples as they are packed and rearranged.
+
         Raises:
             ConfigError: There is one device, or a step has fewer samples than there are devices.
         """
         from omnibal.advise.layouts import weigh_layouts  # its loops are compiled, which no other advice needs
 
         check_weighable(self.cluster, self.scenario.samples_per_step)
-        self._refuse_sounds()
         if self.costs is not None:
             self.costs.check_matches(tensor_parallel=1)
         return weigh_layouts(self.scenario, self.tensor_profile, report=report)
@@ -193,11 +194,6 @@ class Question:
             lengths, counted, self.cluster, per_step, adapted=adapted,
             spares_rows=spares_rows, offered=offered, cutoff=present.cutoff, precision=present.precision,
         )  # fmt: skip
-
-    def _refuse_sounds(self) -> None:
-        """Pipelines, tensor ranks and units know no encoder of sound."""
-        if self.scenario.hears:
-            raise ConfigError(f"model must be one without sounds to plan layouts of, got {self.model.name}")
 
     def _check_costs(self, costs: ModelProfile) -> None:
         """Refuse costs of another device, of another model, or with other parts trained."""

@@ -86,6 +86,11 @@ class LayoutReport:
             f"{NAMES[each.kind]}: {KINDS[each.kind]}: {each.layout}, {_batches(each)} of a replica"
             for each in answer.candidates
         ]
+        found += [
+            f"{NAMES[each.kind]} waits: " + ", ".join(f"{share:.1%} {cause}" for cause, share in each.waits.items())
+            for each in answer.candidates
+            if each.waits
+        ]
         found += [NONE_FITS] if answer.winner is None else self._winner_lines(answer.winner)
         found += [f"cannot be: {KINDS[kind]}: {_lacking(missing)}" for kind, missing in answer.missing_bytes.items()]
         found += [f"not weighed: {line}" for line in self.not_weighed]
@@ -128,7 +133,7 @@ class LayoutReport:
                     "kind": each.kind, "layout": each.layout, "micro_batches": each.micro_batches,
                     "samples_per_second": each.samples_per_second, "times_today": self._times_today(each),
                     "unhidden_samples_per_second": each.unhidden_samples_per_second, "peak_bytes": each.peak_bytes,
-                    "runs_today": each.runs_today, "shares": dict(each.shares),
+                    "runs_today": each.runs_today, "shares": dict(each.shares), "waits": dict(each.waits),
                 }
                 for each in answer.candidates
             ],

@@ -121,3 +121,31 @@ def test_even_packs_are_about_as_even_as_the_planners():
     assert waited[0] == pytest.approx(waited[1], abs=0.02)
     assert waited[1] < 0.03
     assert waited[2] > 0.1
+
+
+def test_with_two_encoders_even_packs_are_level_in_each():
+    rng, count = np.random.default_rng(0), 8 * 16 * 4
+    kind = rng.choice(3, count, p=[0.5, 0.35, 0.15])
+    vision = np.where(kind == 0, rng.lognormal(7, 0.7, count).clip(64, 12000), 0).astype(int)
+    sound = np.where(kind == 1, 50 * rng.lognormal(2.2, 0.8, count).clip(0.5, 30), 0).astype(int)
+    tokens = rng.lognormal(4.8, 0.9, count).clip(8, 3000).astype(int) + vision // 4 + sound // 2
+    samples = Samples.draw(SampleLengths(vision, tokens, sound_units=sound), count, rng).all_rows
+    alone = np.stack(
+        [
+            column / column.mean() * share
+            for column, share in zip(samples.sizes.T[[4, 0, 1]], (0.15, 0.3, 0.55), strict=True)
+        ],
+        axis=1,
+    )
+    even = even_packs(samples, alone, num_ranks=8, micro_batches=1, samples_per_step=128)
+    assert sums(even.loads) == sums(samples.load)
+    seconds = {
+        phase: getattr(even.loads, name) * alone[:, part].sum() / getattr(even.loads, name).sum()
+        for part, (phase, name) in enumerate(
+            (("sound forward", "sound_units"), ("vision forward", "vision_units"), ("language forward", "llm_tokens"))
+        )
+    }
+    waited = sum(waits.sum() for waits in wait(seconds, "zero3").values())
+    assert waited < 0.02 * (
+        sum(each.sum() for each in seconds.values()) + waited
+    )  # 0.23 where their sum alone is level

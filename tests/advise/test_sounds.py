@@ -15,6 +15,7 @@ from omnibal.cluster import Cluster
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
 from omnibal.report.advise import Report, write_advice_page
+from omnibal.report.layouts import LayoutReport
 
 
 @pytest.fixture(scope="module", params=["Qwen2-Audio-7B", "Qwen2.5-Omni-7B"])
@@ -53,6 +54,20 @@ def test_waits_for_sounds_are_told_and_layouts_refused(question, tmp_path):
     assert question.model.units == ("windows" if hears_alone else "patches")
     write_advice_page(Report(question, advice), tmp_path / "page.html")
     assert f"<td>{escape(SOUND)}</td>" in (tmp_path / "page.html").read_text()
-    for ask in (question.layouts, lambda: question.answer(with_pipeline=True)):
-        with pytest.raises(ConfigError, match=f"must be one without sounds to plan layouts of, got {name}"):
-            ask()
+    with pytest.raises(ConfigError, match=f"must be one without sounds to plan a pipeline of, got {name}"):
+        question.answer(with_pipeline=True)
+
+
+def test_rearranged_layouts_tell_each_encoders_waits(question):
+    answer, hears_alone = question.layouts(), "Audio" in question.model.name
+    found = {each.kind: each for each in answer.candidates}
+    assert set(found) == {"zero", "rearranged"} and not answer.missing_bytes
+    encoders = [SOUND] if hears_alone else [SOUND, "waiting for others' ViT"]
+    for each in found.values():
+        assert list(each.waits) == [*encoders, "waiting for others' LLM"]
+        assert sum(each.waits.values()) == pytest.approx(each.shares["waits"])
+        assert sum(each.shares.values()) == pytest.approx(1)
+    assert found["rearranged"].waits[SOUND] > 0
+    lines = LayoutReport(answer, question.scenario).lines()
+    assert any(f"% {SOUND}" in line for line in lines if line.startswith("rearranged waits: "))
+    assert "not weighed: pipelines, a spread encoder and units, which know no encoder of sound" in lines
