@@ -28,8 +28,9 @@ TURN_KEYS: Final = ("conversations", "messages", "conversation")
 QUESTION_KEYS: Final = ("instruction", "input", "prompt", "query", "question")
 ANSWER_KEYS: Final = ("output", "response", "answer", "completion")
 IMAGE_KEYS: Final = ("image", "images", "image_path", "img")
-BESIDE: Final = "__images__"
-"""Key of the pictures that a tar shard holds beside a record; they stand for those that the record names."""
+BESIDE: Final = "__beside__"
+"""Key of the files that a tar shard holds beside a record, by their marks; they stand for those that the record names.
+"""
 VIDEO_KEYS: Final = ("video", "videos")
 SOUND_KEYS: Final = ("audio", "audios")
 FRAME_FILES: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
@@ -106,14 +107,15 @@ def read_conversation(record: Mapping[str, Any], root: Path, *, strict: bool = T
             f"sample must hold a conversation ({', '.join(TURN_KEYS[:2])}) or a question and its answer (query, "
             f"response), got the keys {', '.join(map(str, record))}"
         )
-    named[IMAGE_MARK] = record.get(BESIDE, named[IMAGE_MARK])
+    beside = record.get(BESIDE, {})
+    named |= beside
     if strict:
         _check_order([turn.role for turn in turns])
     for mark, files in named.items():
         if files or mark == IMAGE_MARK:
             turns = _marked(turns, mark, len(files), strict=strict)
     given = named[IMAGE_MARK]
-    sizes = None if BESIDE in record else _stated_sizes(record, len(given))
+    sizes = None if IMAGE_MARK in beside else _stated_sizes(record, len(given))
     images = () if sizes and not strict else tuple(_picture(image, root) for image in given)
     videos = tuple(_video(video, root) for video in named[VIDEO_MARK])
     sounds = tuple(_picture(sound, root, "audio") for sound in named[SOUND_MARK])

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from omnibal.data.stored import read_only, replaced_folder
 from omnibal.errors import DataError, missing_extra, said, shortened
-from omnibal.formats.chat import ANSWER_KEYS, BESIDE, TURN_KEYS
+from omnibal.formats.chat import ANSWER_KEYS, BESIDE, IMAGE_MARK, SOUND_MARK, TURN_KEYS, VIDEO_MARK
 from omnibal.records import parse_json
 
 BLOCK_BYTES: Final = 1 << 20
@@ -37,7 +37,12 @@ HEAD_CHARACTERS: Final = 1 << 16
 INDEX_FORMAT: Final = 1
 ENTRIES_FILE, RECORD_FILE = "entries.npy", "index.json"
 TARS: Final = (".tar", ".tar.gz", ".tgz")
-PICTURES: Final = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
+MEMBERS: Final = {
+    IMAGE_MARK: ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff"),
+    VIDEO_MARK: ("mp4", "mkv", "webm", "mov", "avi"),
+    SOUND_MARK: ("wav", "flac", "ogg", "mp3"),
+}
+"""Kinds of a tar's members that are images, videos and sounds."""
 TEXTS: Final = ("txt", "caption", "text")
 SAVED: Final = ("dataset_dict.json", "dataset_info.json", "state.json")
 """One of these lies where ``datasets`` saved something."""
@@ -392,11 +397,15 @@ def _key_and_kind(name: str) -> tuple[str, str]:
 
 
 def _assembled(held: Mapping[str, bytes]) -> Record:
-    """The record that a sample's members make, and the pictures beside it."""
+    """The record that a sample's members make, and the images, videos and sounds beside it."""
     texts = [content.decode() for kind, content in held.items() if kind in TEXTS]
     record = parse_entry(held["json"]) if "json" in held else {"response": "\n".join(texts)}
-    pictures = [{"bytes": content} for kind, content in held.items() if kind.rpartition(".")[2] in PICTURES]
-    return {**record, BESIDE: pictures} if pictures else record
+    beside = {
+        mark: found
+        for mark, kinds in MEMBERS.items()
+        if (found := [{"bytes": content} for kind, content in held.items() if kind.rpartition(".")[2] in kinds])
+    }
+    return {**record, BESIDE: beside} if beside else record
 
 
 def _index_of(folder: Path, file: Path) -> Path:

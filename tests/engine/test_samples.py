@@ -7,6 +7,7 @@ import torch
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.engine.samples import CheckedSamples, SampleRules, checked_lengths
+from omnibal.engine.streams import checked_sample
 from omnibal.errors import DataError
 from omnibal.formats.collate import GRIDS
 from omnibal.vlm import load_model
@@ -187,6 +188,11 @@ def test_videos_fit_their_tokens(family):
     sizes = {"tiles": 12 + 48 + 4, "tokens": len(sample["input_ids"]), "decoded": True}
     assert rules.problem(sample, **sizes) is None
     assert rules.problem(sample, **sizes | {"tiles": 12}) == "have as many patches as its lengths() say, 12, got 64"
+    # A stream's buffer holds the patches of images and videos as an indexed sample's reader gives them.
+    drawn, joined = checked_sample(sample, rules, torch.float32), rules.positions.joined(sample)
+    assert drawn.loads == (64, sizes["tokens"], int((sample["labels"][1:] != -100).sum()))
+    for name in ("input_ids", "pixel_values", "positions"):
+        assert torch.equal(drawn.held[name], joined[name]), name
     wrong = sample | {"video_grid_thw": torch.tensor([[3, 4, 4], [1, 2, 4]])}
     assert "have videos that fit its tokens: video tokens must stand in runs of" in rules.problem(wrong, **sizes)
 

@@ -17,8 +17,9 @@ from omnibal.families.base import SoundHeader, SoundLoad
 from omnibal.families.sounds import resampled, sound_rule
 from omnibal.formats import model_format
 from omnibal.formats.chat import read_conversation
-from omnibal.formats.conversations import open_dataset
+from omnibal.formats.conversations import open_dataset, open_streams
 from omnibal.formats.sounds import load_sound, sound_header
+from tests.formats.test_videos import same_items, tar_of
 from tests.integrations.sounds import save_sound_folder
 
 RATES = (8000, 11025, 16000, 22050, 24000, 32000, 44100, 48000)
@@ -205,3 +206,13 @@ def test_parts_of_a_sound_are_refused(tmp_path):
     record = {"messages": [{"role": "user", "content": [PART | {"audio_start": 1.0}]}, SAID]}
     with pytest.raises(DataError, match=r"must leave audio_start to the audio processor of .* got 1\.0; cut the file"):
         read_conversation(record, tmp_path)
+
+
+def test_sounds_lie_in_shards_and_come_in_streams(heard):
+    _, folder, data, *_ = heard
+    dataset, record = open_dataset(data, folder), json.loads(data.read_text().splitlines()[0])
+    shard = tar_of(data.parent, {"messages": record["messages"]}, "a.wav", "b.flac")
+    same_items(dataset[0], open_dataset(shard, folder)[0])
+    for path in (data, shard):
+        (stream,) = open_streams(path, folder).values()
+        same_items(dataset[0], next(iter(stream)))

@@ -1,6 +1,8 @@
 """Conversations with videos: token ids, lengths and patches against transformers' processors; forms and refusals."""
 
+import io
 import json
+import tarfile
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from omnibal.advise.present import Present
 from omnibal.errors import ConfigError, DataError
 from omnibal.formats import videos
 from omnibal.formats.chat import read_conversation
-from omnibal.formats.conversations import open_dataset
+from omnibal.formats.conversations import open_dataset, open_streams
 from tests.families.models import VIDEO_PROCESSORS, image_processor, save_folder
 from tests.families.videos import make_clip, whole_video_processor
 from tests.formats.test_model_format import as_messages
@@ -129,6 +131,41 @@ def test_images_as_frames_are_all_taken(family, annotations, monkeypatch):
     assert (item["input_ids"] == tokenizer.convert_tokens_to_ids("<|video_pad|>")).sum() == runs
     if model_type == "qwen2_5_vl":
         torch.testing.assert_close(item["second_per_grid_ts"], torch.tensor(made["second_per_grid_ts"]))
+
+
+def tar_of(folder, record, *files):
+    """A shard of one sample: a record, and files beside it in their order."""
+    with tarfile.open(folder / "shard.tar", "w") as tar:
+        for number, name in enumerate(["record.json", *files]):
+            kind = name.rpartition(".")[2]
+            content = json.dumps(record).encode() if number == 0 else (folder / name).read_bytes()
+            member = tarfile.TarInfo(f"one.{kind if number == 0 else f'{number}.{kind}'}")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return folder / "shard.tar"
+
+
+def same_items(first, second):
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]) if isinstance(value, torch.Tensor) else value == second[name], name
+
+
+def test_videos_lie_in_shards_and_come_in_streams(annotations, model_folder, tmp_path):
+    save_folder("qwen2_5_vl", tmp_path / "model", model_folder)
+    dataset = open_dataset(annotations, tmp_path / "model")
+    record = json.loads(annotations.read_text())[0]
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text(json.dumps(record))
+    shard = tar_of(tmp_path, {"conversations": record["conversations"]}, "a.mp4", "c.png", "b.webm")
+    by_number = open_dataset(shard, tmp_path / "model")
+    assert [column.tolist() for column in by_number.lengths().take([0]).columns().values()] == [
+        column.tolist() for column in dataset.lengths().take([0]).columns().values()
+    ]
+    same_items(dataset[0], by_number[0])
+    for path in (lines, shard):
+        (stream,) = open_streams(path, tmp_path / "model").values()
+        same_items(dataset[0], next(iter(stream)))
 
 
 CLIP = {"type": "video", "video": "a.mp4"}
