@@ -837,6 +837,7 @@ def test_an_sft_trainer_keeps_its_loss_and_counts_its_tokens(family, tmp_path):
         rearrange(sft())
 
 
+@pytest.mark.slow
 def test_packs_of_unlike_lengths_are_compiled_once(tmp_path):
     trainer = trainer_of(Case("internvl", options=COMPILED), tmp_path, max_steps=12)
     balance(trainer, LIMITS["internvl"], samples_per_step=3)
