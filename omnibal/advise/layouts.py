@@ -54,7 +54,6 @@ MANY_DEVICES: Final = 96
 MOST_TIMES: Final = 4
 MARGIN: Final = 1.15
 """Ranked layouts are tried while the formula says that they take at most so many times the fastest step so far."""
-HEARD_SEEN: Final = ("sound", "vision")
 SHARDINGS: Final[tuple[Sharding, ...]] = ("zero1", "zero2", "zero3")
 
 
@@ -332,7 +331,8 @@ class Weighing:
         layers, devices = self.scenario.profile.layers, self._cluster.num_devices
         sample, border = self.ranking.mean_sample, self.ranking.border
         # The last layer of each encoder; a projector behind an encoder of sound belongs to it.
-        last = [n for n in range(border) if n + 1 == border or (layers[n].module, layers[n + 1].module) == HEARD_SEEN]
+        module = [layer.module for layer in layers]
+        last = [n for n in range(border) if n + 1 == border or (module[n] == "sound" and module[n + 1] == "vision")]
         moved = sum(float(layers[n].output_bytes(sample)) for n in last) * (devices - 1) / devices
         return 2 * moved / bandwidth(self._cluster)
 

@@ -185,7 +185,7 @@ class CheckpointedEngine(TableEngine):
         with_optimizer = load_optimizer_states and not load_module_only
         with_schedule = load_lr_scheduler_states and not load_module_only
         layout = self._layout(with_optimizer=with_optimizer, with_schedule=with_schedule)
-        manifest = {"num_tensor": 1} | saved_files.read_manifest(folder / name)  # which older ones do not name
+        manifest = saved_files.read_manifest(folder / name)
         moved = [SettingChange(key, manifest.get(key), layout.get(key)) for key in _PLACES]
         moved = [change for change in moved if change.saved != change.value]
         # DeepSpeedEngine.load_checkpoint communicates: what can fail on one rank only has to fail before.

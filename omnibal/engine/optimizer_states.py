@@ -9,7 +9,6 @@ number of tensor ranks those of whole weights, one at a time, which it cuts anew
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from functools import partial
 from itertools import chain, pairwise
 from math import prod
 from pathlib import Path
@@ -65,7 +64,7 @@ class SavedStates:
         ranks: TensorGroup,
     ) -> None:
         """Map the files of the stages that had ``layers``."""
-        self._vlm, self._ranks, self._size = vlm, ranks, manifest.get("num_tensor", 1)
+        self._vlm, self._ranks, self._size = vlm, ranks, manifest["num_tensor"]
         # By name on disk the parts of each tensor rank's weight that this rank reads.
         self._parts: dict[str, list[list[SavedPart]]] = {}
         bounds = enumerate(pairwise(manifest["partition"]))
@@ -104,7 +103,7 @@ class SavedStates:
             for tensor, parts in owned:
                 state[len(state)] = self._state_of(tensor, parts)
                 for own in parts if has_copies else ():
-                    _copy(self._rows(own, lambda part: part.weights), own, tensor.detach())
+                    _copy(self._rows(own), own, tensor.detach())
             names = [own.name for _, parts in owned for own in parts]
             groups.append({**self._settings_of(group, names), "params": [*range(first, len(state))]})
         basic.load_state_dict({"state": state, "param_groups": groups})
@@ -137,14 +136,17 @@ class SavedStates:
         if self._size == self._ranks.size:
             return (own.num_weights,)
         index, name = self._layers[own.name]
-        shape = list(self._vlm.skeleton.state_dict()[self._vlm.paths(index)[name]].shape)
+        shape = list(self._vlm.shape(self._vlm.paths(index)[name]))
         if (cut := self._vlm.slices(index, self._size, rank).get(name)) is not None:
             shape[cut.dim] = cut.width
         return tuple(shape)
 
-    def _rows(self, own: OwnPart, row_of: Callable[[SavedPart], Tensor | None]) -> list[Tensor]:
-        """A row of numbers of this rank's whole weight, in parts; empty where the checkpoint has none."""
-        by_rank = [[row for part in parts if (row := row_of(part)) is not None] for parts in self._of(own)]
+    def _rows(self, own: OwnPart, key: str | None = None) -> list[Tensor]:
+        """Float32 weights, or the numbers that the optimizer has under a key: those of this rank's weight, in parts."""
+        by_rank = [
+            [row for part in parts if (row := part.weights if key is None else part.state[key]) is not None]
+            for parts in self._of(own)
+        ]
         if self._size == self._ranks.size or not any(by_rank):
             return [*chain.from_iterable(by_rank)]
         index, name = self._layers[own.name]
@@ -163,7 +165,7 @@ class SavedStates:
             saved = self._of(own)
             for key, value in saved[0][0].state.items() if saved else ():
                 if _is_row(value):
-                    _copy(self._rows(own, partial(_numbers, key)), own, state[key])
+                    _copy(self._rows(own, key), own, state[key])
                 else:
                     state[key] = deepcopy(value)
         return state
@@ -232,11 +234,6 @@ def _owned(engine: Any) -> Iterator[list[tuple[Tensor, list[OwnPart]]]]:
                 name = places.get(parameter, (PLACEHOLDER,))[0]
                 parts.append(OwnPart(name, parameter.numel(), own.start, place, own.numel))
         yield [(group["params"][0], parts)]
-
-
-def _numbers(key: str, part: SavedPart) -> Tensor:
-    numbers: Tensor = part.state[key]
-    return numbers
 
 
 def _is_row(value: Any) -> bool:

@@ -122,7 +122,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
             f"checkpoint must be a folder that omnibal wrote completely, got {checkpoint}: "
             f"{type(error).__name__}: {error}"
         ) from error
-    return {**manifest, "files": files}
+    # Those of before tensor ranks do not name them.
+    return {"num_tensor": 1, **manifest, "files": files}
 
 
 def problem_of(

@@ -12,7 +12,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.packing_spec import Oversized
 from omnibal.errors import ConfigError, DataError, integer, said
-from omnibal.feeds.sources import END, Source, divided, lane_state, lanes_of, mark_of
+from omnibal.feeds.sources import END, Source, as_it_is, divided, lane_state, lanes_of, mark_of
 
 BARREN: Final = 1024
 """Samples of a source, one after another, that may lack what shares count, or exceed a limit and be dropped."""
@@ -63,7 +63,7 @@ class SampleBuffer:
         mixture: Mixture | None = None,
         rank: int,
         division: Sequence[int],
-        part: Callable[[str, Any, int, int], Any] = lambda name, items, rank, num_ranks: items,
+        part: Callable[[str, Any, int, int], Any] = as_it_is,
         seed: int = 0,
         first_pass: int = 0,
     ) -> None:
@@ -301,7 +301,7 @@ def taken_over(states: Sequence[Mapping[str, Any]], rank: int, num_ranks: int) -
     """The state of a rank's buffer that takes over from buffers of other ranks: their untrained samples, then the rest.
 
     Args:
-        states: Of all ranks before, each holding what was not trained.
+        states: Of every earlier rank's buffer, by rank; ``held`` are the samples that were not trained.
     """
     lanes, _, num_parts = lanes_of(rank, num_ranks, len(states))
     sources, owed = dict[str, Any](), dict[str, float]()

@@ -160,7 +160,7 @@ class Lanes:
     def __init__(self, lanes: Sequence[Source], part: int, num_parts: int) -> None:
         self._lanes, self._part, self._num_parts = lanes, part, num_parts
         self._turn = 0
-        # Of each lane: whether its next items were trained before the ranks became others; items that were not.
+        # Of each lane: whether each of its next items was trained by the earlier run; how many came that were not.
         self._trained: list[list[bool]] = [[] for _ in lanes]
         self._counts = [0] * len(lanes)
 
@@ -199,12 +199,12 @@ class Lanes:
 
 
 def lane_state(at: Mapping[str, Any], trained: Sequence[bool], count: int = 0) -> dict[str, Any]:
-    """The state of one of `Lanes`: its source's, whether the next items were trained, items that were not so far."""
+    """The state of one of `Lanes`: its source's, whether each next item was trained, how many were not."""
     return {"at": at, "trained": [*trained], "count": count}
 
 
 def lanes_of(reader: int, num_readers: int, num_before: int) -> tuple[list[int], int, int]:
-    """The lanes of readers before that one of the readers now has, its part of each, and how many parts each has.
+    """Which earlier readers' lanes a reader takes over, which part of each is its own, and in how many parts they are.
 
     >>> [lanes_of(reader, 2, 3) for reader in range(2)], [lanes_of(reader, 3, 2) for reader in range(3)]
     ([([0, 2], 0, 1), ([1], 0, 1)], [([0], 0, 2), ([1], 0, 1), ([0], 1, 2)])
@@ -312,6 +312,11 @@ def _copied(name: str, items: Any) -> Any:
             f"source {name!r} must allow a copy, with which replicas read on from other places, got {said(error)}; go "
             "on with as many replicas as before"
         ) from error
+
+
+def as_it_is(name: str, items: Any, rank: int, num_ranks: int) -> Any:
+    """A rank's part of a source that was divided over the ranks before."""
+    return items
 
 
 def part_of(name: str, items: Any, rank: int, num_ranks: int) -> Any:

@@ -25,6 +25,7 @@ from omnibal.feeds.buffer import BufferedSample, SampleBuffer, taken_over
 from omnibal.feeds.buffer_plan import agree, plan_buffer
 from omnibal.feeds.feed import Step, ahead, step_in_words
 from omnibal.feeds.filling import FullBuffer, SharedFilling, failure_of
+from omnibal.feeds.sources import as_it_is
 
 PER_PACK: Final = 5
 """Numbers about a pack: vision units, LLM tokens, their squares, target tokens, samples."""
@@ -73,7 +74,7 @@ class StreamFeed:
         gather: Callable[[Any], list[Any]],
         rank: int,
         num_ranks: int,
-        part: Callable[[str, Any, int, int], Any] = lambda name, items, rank, num_ranks: items,
+        part: Callable[[str, Any, int, int], Any] = as_it_is,
         micro_batches: int,
         buffer: int,
         buffer_bytes: int | None = None,
@@ -318,7 +319,8 @@ def of_other_ranks(
     """The position of a rank that goes on for ranks of another number, or with other micro-batches.
 
     Args:
-        positions: Of all ranks before; ``before`` is what their packs depended on.
+        positions: Of every earlier rank, by rank.
+        before: What the packs of the earlier run depended on (its ``made_from``).
     """
     found = [replanned(position, before["micro_batches"]) for position in positions]
     if len(found) == num_ranks:

@@ -164,15 +164,21 @@ class VisionLanguageModel:
     def slices(self, index: int, num_tensor: int, rank: int) -> dict[str, Slice]:
         """What a tensor rank holds of each weight of layer ``index``, by its name there; whole ones are left out."""
         cuts = self.cuts(index) if num_tensor > 1 else {}
-        state, found = self.skeleton.state_dict(), dict[str, Slice]()
-        for name, path in self.paths(index).items():
+        found = dict[str, Slice]()
+        for name, path in self.paths(index).items() if cuts else ():
             cut = next((cut for module, cut in cuts.items() if name.startswith(f"{module}.")), None)
             # Of a row layer the bias is whole, and so is B of its adapter; of a column layer's adapter A is.
             is_whole = ".lora_B." in name or path.endswith("bias") if cut and cut.dim else ".lora_A." in name
             if cut is not None and not is_whole:
-                width = state[path].shape[cut.dim]
+                width = self.shape(path)[cut.dim]
                 found[name] = cut.slice(self.records[index].sizes, width, num_tensor, rank)
         return found
+
+    def shape(self, path: str) -> tuple[int, ...]:
+        """The shape of a whole weight, by its path in the skeleton."""
+        part = self._part(path)
+        assert isinstance(part, Tensor), "a weight's path"
+        return tuple(part.shape)
 
     def parts(self, index: int) -> dict[str, nn.Module]:
         """The modules that layer ``index`` consists of, by their paths in the skeleton."""
