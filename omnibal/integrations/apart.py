@@ -1,4 +1,4 @@
-"""What keeps the samples of a pack apart where transformers' own layers do not.
+"""What keeps the samples of a pack apart where transformers' own layers do not, or only by a mask.
 
 Two kinds of layers let something across, whatever positions and masks say:
 
@@ -33,11 +33,36 @@ IMAGE_BLOCKS: Final = "get_block_sequence_ids_for_mask"
 """What modules of transformers have whose models see images whole: the number of the image that each token is of."""
 
 
+def attend_by_bounds(model: nn.Module) -> Callable[[], None] | None:
+    """Let the language model of one of transformers' attend by the bounds of samples, where it would make a mask.
+
+    Returns:
+        What undoes that; None for a model that has another attention than "sdpa", or sees images whole.
+    """
+    if (transformers := sys.modules.get("transformers")) is None:
+        return None
+    base: Any = next((part for part in model.modules() if isinstance(part, transformers.PreTrainedModel)), None)
+    if base is None or any(_sees_images_whole(part) for part in base.modules()):
+        return None
+    text = base.config.get_text_config()
+    if text._attn_implementation != "sdpa":
+        return None
+    from omnibal.vlm.attention import PACKED_ATTENTION
+
+    name = next((name for name in base.config.sub_configs if getattr(base.config, name) is text), "")
+    base.set_attn_implementation({name: PACKED_ATTENTION})
+    return partial(base.set_attn_implementation, {name: "sdpa"})
+
+
 def mask_images(model: nn.Module) -> None:
     """Give models that see images whole masks that hold in packs; others stay as they are."""
     for module in model.modules():
-        if hasattr(module, "language_model") and hasattr(sys.modules[type(module).__module__], IMAGE_BLOCKS):
+        if _sees_images_whole(module):
             module.register_forward_pre_hook(partial(_give_masks, _seeing_whole(module)), with_kwargs=True)
+
+
+def _sees_images_whole(module: nn.Module) -> bool:
+    return hasattr(module, "language_model") and hasattr(sys.modules[type(module).__module__], IMAGE_BLOCKS)
 
 
 def _seeing_whole(module: Any) -> dict[str, bool]:

@@ -241,7 +241,8 @@ def image_tokens(model: Any, images: Mapping[str, Tensor]) -> int:
     if not images:
         return 0
     with torch.no_grad():
-        encoded = model.model.get_image_features(**as_one_row(images))
+        on_device = {name: value.to(place_of(model)[0]) for name, value in images.items()}
+        encoded = model.model.get_image_features(**as_one_row(on_device))
     return len(_joined(encoded.pooler_output))
 
 

@@ -118,12 +118,17 @@ def _bounds_from_positions(
     num_tokens = query.shape[2]
     if attention_mask is not None or query.shape[0] != 1 or key.shape[2] != num_tokens:
         return None
-    # The whole sequence is one sample, unless its positions restart.
-    bounds = torch.tensor([0, num_tokens], dtype=torch.int32, device=query.device)
-    if position_ids is None or position_ids.ndim != 2:
-        return bounds
-    (breaks,) = torch.where(position_ids[0].diff() != 1)  # a sample starts where positions do not go on by one
-    return torch.cat((bounds[:1], breaks.to(torch.int32) + 1, bounds[1:]))
+    if position_ids is None or position_ids.ndim != 2:  # the whole sequence is one sample
+        return torch.tensor([0, num_tokens], dtype=torch.int32, device=query.device)
+    # All layers of a forward pass get the same tensor: a GPU is asked once, not once per layer.
+    version = None if position_ids.is_inference() else position_ids._version
+    known, bounds = getattr(position_ids, "_omnibal_bounds", (None, None))
+    if bounds is None or version is None or version != known:
+        (breaks,) = torch.where(position_ids[0].diff() != 1)  # a sample starts where positions do not go on by one
+        ends = breaks.new_tensor([num_tokens])
+        bounds = torch.cat((ends - num_tokens, breaks + 1, ends)).to(torch.int32)
+        position_ids._omnibal_bounds = version, bounds  # type: ignore[attr-defined]
+    return bounds
 
 
 class _Terms(NamedTuple):

@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 from pathlib import Path
+from statistics import mean, stdev
 
 import pytest
 
@@ -81,6 +82,17 @@ def test_packers_compared_in_docs_are_those_of_the_results():
         four = [row for row in rows if row["method"] == method]
         cells = [", ".join(f"{row[name]:{form}}" for row in four) for name, form in columns]
         assert f"| {' | '.join([method, *cells])} | {sum(row['lost'] for row in four):,} |" in page
+
+
+def test_orders_compared_are_those_of_the_results():
+    runs = json.loads((ROOT / "tools/parity/orders.json").read_text())["runs"]
+    report = (ROOT / "tools/parity/RESULTS.md").read_text()
+    for method in dict.fromkeys(run["method"] for run in runs):
+        own = [run for run in runs if run["method"] == method]
+        accuracies, losses = [run["accuracy"] for run in own], [run["loss"] for run in own]
+        cells = [f"{mean(accuracies):.1%}", f"{100 * stdev(accuracies) / len(own) ** 0.5:.1f}", f"{mean(losses):.4f}"]
+        (accuracy, error, loss) = cells
+        assert re.search(rf"\| {accuracy[:-1]} ± {error} % \|.*\| {loss} ± ", report), method
 
 
 def test_tables_of_rollouts_are_those_of_the_results():

@@ -13,6 +13,7 @@ from omnibal.errors import ConfigError
 from omnibal.formats.collate import SLICED_TYPES, VIDEO_TYPES
 from omnibal.integrations.apart import StatefulLayers, mask_images
 from omnibal.integrations.checking import as_pack, check_packing, made_samples, small_config
+from omnibal.integrations.encoders import blank_image, image_tokens
 from omnibal.integrations.leaks import compare
 from omnibal.integrations.packing import FAMILIES, as_alone, check_packed, two_texts
 from tests.families import models
@@ -294,3 +295,9 @@ def test_samples_differ_in_what_they_hold():
     assert len({len(sample["input_ids"]) for sample in samples}) == len(samples)
     found = compare(model, [*map(as_alone, samples)], as_pack(model, samples))
     assert found.gradients_error is None
+
+
+def test_images_go_to_the_model_wherever_it_lies():
+    model = model_of("internvl")
+    image = blank_image(model)
+    assert image_tokens(model, image) == image_tokens(model.to("meta"), image) > 0

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import AttentionInterface
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError, DataError
@@ -10,6 +11,7 @@ from omnibal.integrations.loading import PackItems
 from omnibal.integrations.losses import loss_per_target
 from omnibal.integrations.packing import FAMILIES, PackCollator, arguments_of, check_packed, positions_of, two_texts
 from omnibal.integrations.padded import PaddedCollator
+from omnibal.vlm.attention import PACKED_ATTENTION
 from tests.families.models import EXPERTS, small_config
 from tests.integrations.items import Collate, collated_backward, config_of, items_of, items_of_kinds
 from tests.vlm.families import plain_family_model
@@ -121,21 +123,41 @@ def test_a_filler_adds_zeros():
 
 
 def test_a_model_whose_samples_see_each_other_is_refused():
-    class Cached(torch.nn.Module):
-        """Keeps the cache that is the default, with which attention is not told samples apart."""
+    class Counting(torch.nn.Module):
+        """Counts positions through the row, so that attention is not told samples apart."""
 
         def __init__(self):
             super().__init__()
             self.model = plain_family_model(config_of("internvl"))
 
         def forward(self, **inputs):
-            return self.model(**inputs | {"use_cache": True})
+            return self.model(**inputs | {"position_ids": None})
 
     with pytest.raises(
         ConfigError,
         match=r"the logits that they get alone, got .* through model\.model\.language_model\.layers\.0\.self_attn",
     ):
-        check_packed(Cached(), collator_of("internvl"), items_of("internvl")[:3])
+        check_packed(Counting(), collator_of("internvl"), items_of("internvl")[:3])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_by_bounds_takes_the_place_of_a_mask(family):
+    plain = plain_family_model(config_of(family))
+    check_packed(plain, collator_of(family), items_of(family)[:3])
+    sees_whole = family in ("gemma3", "gemma4")
+    assert plain.config.get_text_config()._attn_implementation == ("sdpa" if sees_whole else PACKED_ATTENTION)
+    encoder = getattr(plain.config, "vision_config", None) or plain.config.audio_config
+    assert encoder._attn_implementation == "sdpa"
+
+
+def test_attention_that_bounds_do_not_serve_stays_as_it_was(monkeypatch):
+    def refuses(*given, **options):
+        raise ConfigError("attention must be plain")
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, PACKED_ATTENTION, refuses)
+    plain = plain_family_model(config_of("internvl"))
+    check_packed(plain, collator_of("internvl"), items_of("internvl")[:3])
+    assert plain.config.get_text_config()._attn_implementation == "sdpa"
 
 
 def test_the_check_leaves_every_part_of_the_model_in_its_mode():

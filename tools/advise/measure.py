@@ -57,7 +57,7 @@ def fitted(bench: Bench, lengths: SampleLengths) -> ModelProfile:
         chosen = generator.integers(0, len(lengths), 1 + number % 8)
         pack = pack_of(lengths, chosen.tolist(), padded=number % 2 > 0)
         loads.append(pack.load)
-        rows.append(np.min([bench.seconds(pack) for _ in range(REPEATED)], axis=0))
+        rows.append(np.min([bench.seconds(bench.made(pack)) for _ in range(REPEATED)], axis=0))
     load, seconds = Load.stack(loads), dict(zip(PHASES, np.array(rows).T, strict=True))
     squared = load.vision_squared if lengths.vision_squared is not None else 0
     vision = Load(load.vision_units, 0, vision_squared=squared)
@@ -101,7 +101,7 @@ def measured(bench: Bench, lengths: SampleLengths, ranks: int, batch: int, micro
     for step in range(steps):  # ways in turn, so that whatever slows the machine slows all of them
         for name, way in ways.items():
             packs = [[pack_of(own, group, padded=way.padded) for group in rank] for rank in way.steps[step]]
-            rows[name].append([[bench.seconds(pack) for pack in rank] for rank in packs])
+            rows[name].append([[bench.seconds(bench.made(pack)) for pack in rank] for rank in packs])
     for name, way in ways.items():
         passes = np.array(rows[name])
         samples = sum(len(group) for step in way.steps[:steps] for rank in step for group in rank)

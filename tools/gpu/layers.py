@@ -205,6 +205,7 @@ def attention_rows(device: torch.device, tokens: int) -> Iterator[Row]:
 
 def attention_ways(lengths: list[int], heads: int, kv_heads: int, width: int, device: torch.device) -> dict[str, Any]:
     """A function for each way, which computes the output afresh."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import pad, scaled_dot_product_attention
 
     from omnibal.vlm.attention import attention_kwargs, packed_attention
@@ -230,6 +231,10 @@ def attention_ways(lengths: list[int], heads: int, kv_heads: int, width: int, de
     def padded() -> torch.Tensor:
         return scaled_dot_product_attention(*batch, is_causal=True, enable_gqa=True)
 
+    def by_flash() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return padded()
+
     def masked() -> torch.Tensor:
         sample = torch.repeat_interleave(
             torch.arange(len(lengths), device=device), torch.tensor(lengths, device=device)
@@ -237,7 +242,7 @@ def attention_ways(lengths: list[int], heads: int, kv_heads: int, width: int, de
         mask = (sample[:, None] == sample) & torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
-    return {"packed": packed, "padded batch": padded, "dense mask": masked}
+    return {"packed": packed, "padded batch": padded, "the same by flash attention": by_flash, "dense mask": masked}
 
 
 def peak_rows(device: torch.device, size: int, counted: Device) -> Iterator[Row]:

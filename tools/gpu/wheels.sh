@@ -16,7 +16,7 @@ constraints=$(cd "$(dirname "$0")/../.." && pwd)/constraints.txt
 DS_BUILD_OPS=0 "$python" -m pip wheel --quiet --no-deps --no-build-isolation --no-binary deepspeed \
     --constraint "$constraints" --wheel-dir "$folder" deepspeed
 packages=("$@")
-[ ${#packages[@]} -gt 0 ] || packages=(hjson pydantic typing-inspection annotated-types transformers)
+[ ${#packages[@]} -gt 0 ] || packages=(hjson pydantic typing-inspection annotated-types soundfile cffi pycparser transformers)
 platforms=()
 for glibc in 28 24 17; do platforms+=(--platform "manylinux_2_${glibc}_x86_64"); done
 "$python" -m pip download --quiet --no-deps --only-binary=:all: --python-version "$version" --implementation cp \

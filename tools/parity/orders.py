@@ -1,8 +1,12 @@
 """What a model learns where samples share steps by chance, by length, by vision, or in our packs; see README.md."""
 
 import json
+import os
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from importlib.metadata import version
+from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -24,31 +28,39 @@ from omnibal.data.limits import PackLimits
 from omnibal.demo import write_demo
 from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.formats.conversations import ConversationDataset, open_dataset
-from tools.parity.run import IGNORED, accuracy, initial_model, padded_batch, standard_error
+from tools.parity.run import IGNORED, initial_model, padded_batch, standard_error
 
 RESULTS = Path(__file__).parent / "orders.json"
 LIMITS, RANKS = PackLimits(16, 320), 4
 METHODS = ("random", "group_by_length", "vision_sorted", "omnibal")
 SAMPLES, HELD_OUT, EPOCHS = 6000, 1000, 2
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LEARNING_RATE, LEAST_RATE, WARMUP = 1e-3, 0.05, 0.03
 
 
-def main(seeds: Annotated[int, typer.Option(help="How many runs of each method.", min=1)] = 8) -> None:
-    """Train a model for each seed and method; runs that orders.json holds are not made again."""
-    torch.set_num_threads(1)
-    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"made_with": made_with(), "runs": []}
-    for seed in range(seeds):
-        done = {run["method"] for run in found["runs"] if run["seed"] == seed}
-        for method in (method for method in METHODS if method not in done):
-            found["runs"].append({"seed": seed, "method": method, **trained(method, seed)})
-            RESULTS.write_text(json.dumps(found, indent=2) + "\n")
-    Console().print(table_of(found["runs"]))
+def main(
+    seeds: Annotated[int, typer.Option(help="How many runs of each method.", min=1)] = 8,
+    workers: Annotated[int, typer.Option(help="How many runs at a time; a GPU is shared by all.", min=1)] = 1,
+    out: Annotated[Path, typer.Option(help="Where runs are kept.")] = RESULTS,
+) -> None:
+    """Train a model for each seed and method; runs that the file holds are not made again."""
+    found = json.loads(out.read_text()) if out.exists() else {"made_with": made_with(), "runs": []}
+    done = {(run["seed"], run["method"]) for run in found["runs"]}
+    left = [pair for pair in product(range(seeds), METHODS) if pair not in done]
+    with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        runs = {pool.submit(trained, method, seed): (seed, method) for seed, method in left}
+        for run in as_completed(runs):
+            seed, method = runs[run]
+            found["runs"].append({"seed": seed, "method": method, **run.result()})
+            out.write_text(json.dumps(found, indent=2) + "\n")
+    Console(width=130).print(table_of(found["runs"]))
 
 
 def made_with() -> dict[str, str]:
     """When and with what results are made."""
     packages = {name: version(name) for name in ("torch", "transformers", "numpy")}
-    return {"date": time.strftime("%Y-%m-%d"), "machine": "1 CPU core", **packages}
+    machine = f"{torch.cuda.get_device_name()}, {os.cpu_count()} cores" if torch.cuda.is_available() else "1 CPU core"
+    return {"date": time.strftime("%Y-%m-%d"), "machine": machine, **packages}
 
 
 def trained(method: str, seed: int) -> dict[str, Any]:
@@ -61,9 +73,10 @@ def trained(method: str, seed: int) -> dict[str, Any]:
         sampler = BalancedBatchSampler(dataset.lengths(), LIMITS, num_replicas=RANKS, rank=0, seed=seed)
         steps = [step for epoch in range(EPOCHS) for step in steps_of(method, dataset.lengths(), sampler, seed, epoch)]
         assert sorted(np.concatenate(steps)) == sorted([*range(len(dataset))] * EPOCHS), "each sample once an epoch"
-        model = InternVLForConditionalGeneration.from_pretrained(start)
+        model = InternVLForConditionalGeneration.from_pretrained(start).to(DEVICE)
         train(model, dataset, steps, f"{method}, seed {seed}")
-        return {"steps": len(steps), "accuracy": accuracy(model, held_out), "loss": held_out_loss(model, held_out)}
+        accuracy, loss = answers(model, held_out)
+        return {"steps": len(steps), "accuracy": accuracy, "loss": loss}
 
 
 def steps_of(
@@ -100,7 +113,8 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     model.train()
     for step in tqdm(steps, desc=told, unit="step", mininterval=10):
-        model(**padded_batch([dataset[int(sample)] for sample in step])).loss.backward()
+        batch = padded_batch([dataset[int(sample)] for sample in step])
+        model(**{name: None if value is None else value.to(DEVICE) for name, value in batch.items()}).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -108,28 +122,33 @@ def train(
 
 
 @torch.no_grad()
-def held_out_loss(model: InternVLForConditionalGeneration, dataset: ConversationDataset) -> float:
-    """Mean loss over the target tokens of the held-out samples."""
-    total, count = 0.0, 0
+def answers(model: InternVLForConditionalGeneration, dataset: ConversationDataset) -> tuple[float, float]:
+    """Share of held-out samples whose answer greedy decoding would give exactly; mean loss over their target tokens."""
+    model.eval()
+    right, total, count = 0, 0.0, 0
     for number in range(len(dataset)):
         item = dataset[number]
-        logits: Tensor = model(input_ids=item["input_ids"][None], pixel_values=item["pixel_values"]).logits[0]
+        pixels = None if item["pixel_values"] is None else item["pixel_values"].to(DEVICE)
+        logits: Tensor = model(input_ids=item["input_ids"][None].to(DEVICE), pixel_values=pixels).logits[0, :-1].cpu()
         targets = item["labels"][1:]
-        total += float(cross_entropy(logits[:-1].float(), targets, ignore_index=IGNORED, reduction="sum"))
+        right += bool(((logits.argmax(-1) == targets) | (targets == IGNORED)).all())
+        total += float(cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum"))
         count += int((targets != IGNORED).sum())
-    return total / count
+    return right / len(dataset), total / count
 
 
 def table_of(runs: list[dict[str, Any]]) -> Table:
     """Accuracy and loss by method, their standard errors, and their difference from random steps, seed by seed."""
     table = Table("method", "runs", "steps", "accuracy", "minus random", "held-out loss", "minus random")
     by_method = {method: {run["seed"]: run for run in runs if run["method"] == method} for method in METHODS}
+    by_method = {method: of_seed for method, of_seed in by_method.items() if of_seed}
+    random = by_method.get("random", {})
     for method, of_seed in by_method.items():
         cells = []
         for name, form in (("accuracy", ".1%"), ("loss", ".4f")):
             values = [run[name] for run in of_seed.values()]
-            differences = [run[name] - by_method["random"][seed][name] for seed, run in of_seed.items()]
-            cells += [told(values, form), "" if method == "random" else told(differences, form)]
+            differences = [run[name] - random[seed][name] for seed, run in of_seed.items() if seed in random]
+            cells += [told(values, form), told(differences, form) if method != "random" and differences else ""]
         table.add_row(method, str(len(of_seed)), str(round(mean(run["steps"] for run in of_seed.values()))), *cells)
     return table
 

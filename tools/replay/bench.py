@@ -1,13 +1,15 @@
 """A small model whose ViT and language model are timed apart, pass by pass, on whatever micro-batch it is given."""
 
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import InternVLConfig, PreTrainedConfig, Qwen2_5_VLConfig
 
 from omnibal.cost import Load
@@ -22,7 +24,7 @@ from omnibal.vlm.passes import DevicePeak, storage_bytes
 SHORTER = 16
 """So many times fewer patches a tile, and tokens a text, than in the data."""
 TOKENS_PER_TILE = 256 // SHORTER
-WARM_UP, IMAGE_TOKEN = 3, 3
+WARM_UP, IMAGE_TOKEN, THREADS = 3, 3, 8
 SHAPES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "large ViT": (
         {"hidden_size": 160, "intermediate_size": 640, "num_hidden_layers": 4, "num_attention_heads": 4},
@@ -76,14 +78,34 @@ class Bench:
     def warm_up(self) -> None:
         """Run some packs that do not count."""
         for _ in range(WARM_UP):
-            self.seconds(Pack((4, 0), (200, 100)))
+            self.seconds(self.made(Pack((4, 0), (1200, 100))))
 
-    def seconds(self, pack: "Pack") -> tuple[float, float, float, float]:
-        """Seconds of the phases, in the order of ``omnibal.advise.wait.PHASES``."""
-        made = pack_samples(
+    def made(self, pack: "Pack") -> dict[str, Tensor]:
+        """What the model reads of a pack, in the host's memory."""
+        return pack_samples(
             pack.samples(self.model), pad_token_id=0, pixel_shape=self.model.pixel_shape, pixel_dtype=self.dtype,
             image_integers=self.model.image_integers, positions=self.model.positions,
         )  # fmt: skip
+
+    def measured(self, packs: "Sequence[Pack]") -> tuple[list[tuple[float, ...]], int]:
+        """Seconds of each pack's phases, and the most that the passes of one hold; one run of each on a GPU, else two.
+
+        Packs are made by threads, since random pixels take longer than a GPU's passes.
+        """
+        seconds, held = [], 0
+        with ThreadPoolExecutor(THREADS) as threads:
+            for made in threads.map(self.made, packs):
+                if self.device.type == "cpu":
+                    seconds.append(self.seconds(made))
+                    held = max(held, self.activation_bytes(made)[1])
+                else:
+                    found, most = self.activation_bytes(made)
+                    seconds.append(found)
+                    held = max(held, most)
+        return seconds, held
+
+    def seconds(self, made: dict[str, Tensor]) -> tuple[float, float, float, float]:
+        """Seconds of the phases, in the order of ``omnibal.advise.wait.PHASES``."""
         payload = Payload.of_pack({name: tensor.to(self.device) for name, tensor in made.items()}, self.dtype)
         marks = [self._now()]
         for layer in self._layers[: self._merge]:
@@ -104,13 +126,13 @@ class Bench:
         first, second, third, fourth = (after - before for before, after in pairwise(marks))
         return first, second, third, fourth
 
-    def activation_bytes(self, pack: "Pack") -> int:
-        """The most that its passes hold at one time beside weights and gradients, in a run of its own: it is slow."""
+    def activation_bytes(self, made: dict[str, Tensor]) -> tuple[tuple[float, ...], int]:
+        """Seconds as above, and the most that the passes hold beside weights and gradients; slow on a CPU."""
         weights = list(self._layers.parameters())
         held = weights + [weight.grad for weight in weights if weight.grad is not None]
         with DevicePeak(self.device, held) as peak:
-            self.seconds(pack)
-        return peak.peak_bytes - storage_bytes(held)
+            seconds = self.seconds(made)
+        return seconds, peak.peak_bytes - storage_bytes(held)
 
     def _now(self) -> float:
         if self.device.type == "cuda":
@@ -138,7 +160,7 @@ class Pack:
         return [made_sample(model, *sizes, generator) for sizes in zip(self.units, self.lengths, strict=True)]
 
 
-def shorter(lengths: SampleLengths, *, native: bool = False) -> SampleLengths:
+def shorter(lengths: SampleLengths, *, native: bool = False, tokens_per_tile: int = TOKENS_PER_TILE) -> SampleLengths:
     """Lengths as the bench runs them; images of any size become squares of whole blocks of patches."""
     units = lengths.vision_units.astype(np.int64)
     if native:
@@ -146,7 +168,7 @@ def shorter(lengths: SampleLengths, *, native: bool = False) -> SampleLengths:
         units = (np.sqrt(units / SHORTER) / 2).astype(np.int64) ** 2 * 4
         own, squared = units // 4, units**2
     else:
-        text, own, squared = lengths.llm_tokens - units * 256, units * TOKENS_PER_TILE, None
+        text, own, squared = lengths.llm_tokens - units * 256, units * tokens_per_tile, None
     return SampleLengths(units, own + np.maximum(text // SHORTER, 2), vision_squared=squared)
 
 

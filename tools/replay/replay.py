@@ -36,10 +36,11 @@ def ways_of(lengths: SampleLengths, ranks: int, micro_batches: int) -> list[Way]
 def replay(way: Way, lengths: SampleLengths, bench: Bench, step: int) -> dict:
     """A step's samples, seconds of its phases, shape (ranks, micro-batches, phases), and the most that ranks hold."""
     packs = [[pack_of(lengths, group, padded=way.padded) for group in rank] for rank in way.steps[step]]
+    measured = [bench.measured(of_rank) for of_rank in packs]
     return {
         "way": way.name, "step": step, "samples": sum(len(g) for r in way.steps[step] for g in r),
-        "seconds": np.round([[bench.seconds(pack) for pack in rank] for rank in packs], 6).tolist(),
-        "bytes": [max(bench.activation_bytes(pack) for pack in rank) for rank in packs],
+        "seconds": np.round([seconds for seconds, _ in measured], 6).tolist(),
+        "bytes": [held for _, held in measured],
     }  # fmt: skip
 
 
