@@ -2,6 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
@@ -233,8 +234,8 @@ class PacksCallback(RecipeCallback):
     ) -> None:
         self._trainer, self._sampler, self._check = trainer, sampler, check
         self.costs, self.layout, self._accumulation = costs, layout, trainer.args.gradient_accumulation_steps
-        self._began, self._steps, self._unlogged = 0.0, list[TrainedStep](), list[TrainedStep]()
-        self._peaks: list[float] = []
+        self._began, self._unlogged = 0.0, list[TrainedStep]()
+        self._totals, self._peak = defaultdict[str, float](float), 0.0  # of a step that was logged sums alone remain
 
     @property
     def vision_unit(self) -> str:
@@ -279,35 +280,45 @@ class PacksCallback(RecipeCallback):
         self._unlogged.append(TrainedStep(time.perf_counter() - self._began, samples, waiting, shares))
 
     def logged(self) -> dict[str, float]:
-        steps, self._unlogged = self._unlogged, []
-        self._steps += steps
-        figures = _means(steps)
+        figures = self._figures_of_unlogged()
         if torch.cuda.is_available():
             device = self._trainer.args.device
             peak = torch.tensor([torch.cuda.max_memory_allocated(device) / GIB], device=device)
             torch.cuda.reset_peak_memory_stats(device)
             peaks = self._trainer.accelerator.gather(peak)
             figures |= {"peak_gib_fullest_rank": float(peaks.max()), "peak_gib_mean_rank": float(peaks.mean())}
-            self._peaks.append(figures["peak_gib_fullest_rank"])
+            self._peak = max(self._peak, figures["peak_gib_fullest_rank"])
+        return figures
+
+    def _figures_of_unlogged(self) -> dict[str, float]:
+        """Means over the steps since figures were last asked for, which are then part of the totals."""
+        steps, self._unlogged = self._unlogged, []
+        figures = _means(steps)
+        for name, figure in figures.items():
+            self._totals[name] += figure * len(steps)
+        for step in steps:
+            self._totals["steps"] += 1
+            self._totals["seconds"] += step.seconds
+            self._totals["samples"] += step.samples
         return figures
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         """Say in one line what was measured."""
-        steps = self._steps + self._unlogged
-        if not (steps and state.is_world_process_zero):
+        self._figures_of_unlogged()
+        totals, count = self._totals, self._totals["steps"]
+        if not (count and state.is_world_process_zero):
             return
-        figures, seconds = _means(steps), sum(step.seconds for step in steps)
-        samples = sum(step.samples for step in steps)
+        figures = {name: total / count for name, total in totals.items()}
         text = (
-            f"omnibal: {samples} samples in {len(steps)} steps of {seconds / len(steps):.3g} s, without loading "
-            f"{samples / seconds:.3g} samples a second"
+            f"omnibal: {totals['samples']:.0f} samples in {count:.0f} steps of {figures['seconds']:.3g} s, without "
+            f"loading {totals['samples'] / totals['seconds']:.3g} samples a second"
         )
         waiting = Waiting(figures["dist_ratio_vision"], figures["dist_ratio_tokens"], None, figures["dist_ratio_sound"])
         text += "".join(f"; {told}" for told in waiting.told(self._sampler.num_replicas, self.vision_unit))
         if "waited_seconds" in figures and self._sampler.num_replicas > 1:
             text += f"; by counted costs a rank waited {figures['waited_seconds']:.2g} s a step"
-        if self._peaks:
-            text += f"; at most {max(self._peaks):.1f} GiB on a rank"
+        if self._peak:
+            text += f"; at most {self._peak:.1f} GiB on a rank"
         print(text)
 
 

@@ -1,5 +1,6 @@
 """A trainer's first steps correct what was counted; the next run may follow, one that goes on keeps its own packs."""
 
+import gc
 import itertools
 import json
 from dataclasses import asdict
@@ -20,6 +21,7 @@ from omnibal.device import Device
 from omnibal.integrations import trainer_calibration
 from omnibal.integrations.loading import PackSampler
 from omnibal.integrations.trainer_calibration import FILE, better_cost, language_of
+from omnibal.integrations.trainer_hooks import PacksCallback, TrainedStep
 from omnibal.integrations.trainer_steps import counted_profile
 from omnibal.integrations.transformers import balance
 from omnibal.profile.calibration import STEPS, Calibration, TimedPass, calibrate, parts_of, sizes_of
@@ -166,3 +168,13 @@ def test_ranks_agree_on_measured_costs(tmp_path):
     assert first == second
     # Where ranks begin and end a phase together, a pass of one of them counts.
     assert 0 < first["zero3"]["written"] < first["ddp"]["written"]
+
+
+def test_steps_that_were_logged_leave_sums_alone(tmp_path, capfd):
+    trainer, sampler = balanced("internvl", tmp_path, max_steps=5, logging_strategy="steps", logging_steps=2)
+    trainer.train()
+    samples = sum(len(sampler.packs_of_step(step % sampler.num_steps).samples) for step in range(5))
+    assert f"omnibal: {samples} samples in 5 steps of " in capfd.readouterr().out
+    (callback,) = (each for each in trainer.callback_handler.callbacks if isinstance(each, PacksCallback))
+    assert not [each for each in gc.get_objects() if type(each) is TrainedStep]
+    assert callback.logged() == {}
