@@ -135,6 +135,7 @@ def train_drop_in(layout: str, steps: int, every: int, data: DemoPaths, folder: 
         def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
             if state.global_step % every == 0:
                 state.log_history.clear()  # Trainer keeps all it has logged
+                trainer.accelerator._dataloaders.clear()  # and Accelerate the loader of each evaluation
                 notes.note(state.global_step)
 
     trainer.add_callback(Callback())
