@@ -21,6 +21,7 @@ from operator import getitem
 from typing import Any, Final
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
 from omnibal.integrations.leaks import Leak, mapped
@@ -29,6 +30,8 @@ KINDS: Final = frozenset({"recurrent state", "convolution"})
 """Kinds of leaks that `StatefulLayers` stops."""
 TYPES: Final = ("token_type_ids", "mm_token_type_ids")
 """Fields that tell a model which tokens are of images."""
+VARLEN_FLOOR: Final = Version("2.11")
+"""The first torch whose kernel for packs takes a scale and a window."""
 IMAGE_BLOCKS: Final = "get_block_sequence_ids_for_mask"
 """What modules of transformers have whose models see images whole: the number of the image that each token is of."""
 
@@ -37,19 +40,22 @@ def attend_by_bounds(model: nn.Module) -> Callable[[], None] | None:
     """Let the language model of one of transformers' attend by the bounds of samples, where it would make a mask.
 
     Returns:
-        What undoes that; None for a model that has another attention than "sdpa", or sees images whole.
+        What undoes that; None for a model that has another attention than "sdpa", or sees images whole, and where torch
+        is older than its kernel for packs.
     """
-    if (transformers := sys.modules.get("transformers")) is None:
+    transformers = sys.modules.get("transformers")
+    if transformers is None or Version(torch.__version__) < VARLEN_FLOOR:
         return None
     base: Any = next((part for part in model.modules() if isinstance(part, transformers.PreTrainedModel)), None)
     if base is None or any(_sees_images_whole(part) for part in base.modules()):
         return None
-    text = base.config.get_text_config()
-    if text._attn_implementation != "sdpa":
+    config, text = base.config, base.config.get_text_config()
+    named = {"": config} | {name: getattr(config, name) for name in config.sub_configs}
+    name = next((name for name, each in named.items() if each is text), None)
+    if name is None or text._attn_implementation != "sdpa":
         return None
     from omnibal.vlm.attention import PACKED_ATTENTION
 
-    name = next((name for name in base.config.sub_configs if getattr(base.config, name) is text), "")
     base.set_attn_implementation({name: PACKED_ATTENTION})
     return partial(base.set_attn_implementation, {name: "sdpa"})
 

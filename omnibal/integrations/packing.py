@@ -356,8 +356,8 @@ def check_packed(
     alone, packed = [as_alone(sample) for sample in samples], collator.pack(samples)
     check = partial(compare, model, alone, packed, device=device, rounded=rounded, isolation=len(samples) > 2)
     mask_images(model)
-    found = _attending(check, attend_by_bounds(model))
-    if found.leaks and {leak.kind for leak in found.leaks} <= KINDS:
+    found = _found(check, attend_by_bounds(model))
+    if _leaks_states(found):
         layers = StatefulLayers(model, found.leaks)
         found = check(isolation=True)
         if layers.by_kernels and not found.is_exact:
@@ -370,17 +370,22 @@ def check_packed(
         )
 
 
-def _attending(check: Callable[[], PackingCheck], undo: Callable[[], None] | None) -> PackingCheck:
-    """A check's result; where attention by bounds does not do, that of the model with its own attention again."""
+def _found(check: Callable[[], PackingCheck], undo: Callable[[], None] | None) -> PackingCheck:
+    """Check; where attention by bounds is not exact, undo it and check the model with its own attention."""
     try:
         found = check()
-        if undo is None or found.is_exact or (found.leaks and {leak.kind for leak in found.leaks} <= KINDS):
+        if undo is None or found.is_exact or _leaks_states(found):
             return found
     except ConfigError:  # raised by attention that is no plain scaled dot product
         if undo is None:
             raise
     undo()
     return check()
+
+
+def _leaks_states(found: PackingCheck) -> bool:
+    """Whether all that leaks are states, which `StatefulLayers` keep apart."""
+    return bool(found.leaks) and {leak.kind for leak in found.leaks} <= KINDS
 
 
 def two_texts(config: Any) -> tuple[PackCollator, list[list[int]]]:

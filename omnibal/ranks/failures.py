@@ -94,6 +94,8 @@ class Watch:
         """Take this watchdog along to the store, in place of an earlier one."""
         if self._dog is not None:
             self._dog.is_closed = True
+        if dog is not None:
+            dog.visit(self._store)  # at once: a rank that stops in its first second was seen
         self._dog = dog
 
     def tell(self, error: BaseException, where: str | None = None) -> None:

@@ -14,7 +14,7 @@ from omnibal.integrations.checking import as_pack, check_packing, made_samples
 from omnibal.integrations.losses import loss_per_target
 from omnibal.integrations.packing import FAMILIES, PackCollator, arguments_of, check_packed, positions_of, two_texts
 from omnibal.integrations.transformers import balance
-from omnibal.vlm.attention import PACKED_ATTENTION
+from omnibal.vlm import attention
 from tests.engine.launch import launch
 from tests.integrations.items import Collate, collated_backward, config_of, items_of
 from tests.integrations.test_leaks import model_of
@@ -111,11 +111,9 @@ def test_a_model_in_16_bits_on_a_device_is_proved_or_its_leak_is_named():
 
 
 def test_the_kernel_for_packs_runs_where_packs_are_in_16_bits(monkeypatch):
-    from omnibal.vlm import attention
-
-    model = model_of("internvl", text={"head_dim": 16})
-    model, calls, kernel = model.to("cuda", torch.bfloat16), [], attention.varlen_attn
-    model.set_attn_implementation({"text_config": PACKED_ATTENTION})
+    model = model_of("internvl", text={"head_dim": 16}).to("cuda", torch.bfloat16)
+    calls, kernel = [], attention.varlen_attn
+    model.set_attn_implementation({"text_config": attention.PACKED_ATTENTION})
     noted = wraps(kernel)(lambda *given, **options: calls.append(1) or kernel(*given, **options))
     monkeypatch.setattr(attention, "varlen_attn", noted)
     pack = as_pack(model, made_samples(model))

@@ -150,6 +150,13 @@ def test_attention_by_bounds_takes_the_place_of_a_mask(family):
     assert encoder._attn_implementation == "sdpa"
 
 
+def test_a_torch_without_the_kernel_for_packs_attends_as_before(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.10.1+cu128")
+    plain = plain_family_model(config_of("internvl"))
+    check_packed(plain, collator_of("internvl"), items_of("internvl")[:3])
+    assert plain.config.get_text_config()._attn_implementation == "sdpa"
+
+
 def test_attention_that_bounds_do_not_serve_stays_as_it_was(monkeypatch):
     def refuses(*given, **options):
         raise ConfigError("attention must be plain")

@@ -3,6 +3,7 @@
 import pytest
 
 from omnibal.ranks import watchdog
+from omnibal.ranks.failures import Watch
 
 PLACES = ["rank 0, stage 0", "rank 1, stage 1", "rank 2, stage 2"]
 
@@ -48,3 +49,12 @@ def test_a_store_that_does_not_answer_names_the_rank_that_holds_it(clock):
 def test_a_rank_that_never_left_word_is_named_before_those_that_wait(clock):
     dog = standing(0, clock, 2)
     assert dog._cause(clock[0]) == "rank 1, stage 1 has left no word yet"
+
+
+def test_a_rank_leaves_word_before_its_first_step(clock):
+    watch, store = object.__new__(Watch), Answering()
+    watch._store, watch._dog = store, None
+    dog = watchdog.Watchdog(1, PLACES, lambda *_: "", 4.0)
+    dog.is_closed = True
+    watch.keep(dog)
+    assert [*store] == [watchdog.BEAT.format(1)]

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from transformers import Trainer, TrainerCallback
 
-from omnibal.advise.wait import PHASES, wait
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.integrations import packing
-from omnibal.integrations.apart import attend_by_bounds
 from omnibal.integrations.transformers import balance
 from tools.gpu.report import Row
 from tools.gpu.run_engine import IMAGE_TOKEN
+from tools.parity.run import padded_batch
 from tools.replay.bench import Bench, pack_of
-from tools.replay.replay import TRAINERS, ways_of
+from tools.replay.replay import composed, ways_of
 
 GIB = 2**30
 BATCH, ACCUMULATED, STEPS, TIMED_FROM, PADDING = 4, 4, 26, 6, 0
@@ -37,21 +38,17 @@ def cluster_rows(bench: Bench, lengths: SampleLengths, ranks: int, micro_batches
         packs = [[[pack_of(lengths, group, padded=way.padded) for group in rank] for rank in step] for step in chosen]
         measured = [[bench.measured(of_rank) for of_rank in step] for step in packs]
         seconds = np.array([[of_rank for of_rank, _ in step] for step in measured])  # steps, ranks, batches, phases
-        costs = dict(zip(PHASES, np.moveaxis(seconds, -1, 0), strict=True))
         samples = sum(len(group) for step in chosen for rank in step for group in rank)
         row: dict[str, Any] = {"ranks": ranks, "batches": way.name, "samples": samples, "busy s": float(seconds.sum())}
-        for trainer in TRAINERS:
-            waits = float(sum(waited.sum() for waited in wait(costs, trainer).values()))
-            rate = samples / (float(seconds.sum()) + waits)
-            row |= {f"{trainer}, times": rate / base.setdefault(trainer, rate)}
-            row |= {f"{trainer} waits": waits / (float(seconds.sum()) + waits)}
+        for trainer, (rate, waits) in composed(seconds, samples).items():
+            row |= {f"{trainer}, times": rate / base.setdefault(trainer, rate), f"{trainer} waits": waits}
         held = [most / GIB for step in measured for _, most in step]
         yield row | {"fullest rank GiB": max(held), "mean rank GiB": sum(held) / len(held)}
 
 
 @dataclass
 class TiledDataset(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Samples of given lengths, whose pixels are shared noise: reading them takes no time."""
+    """Samples of given lengths, whose pixels are shared noise: reading them takes little time."""
 
     lengths: SampleLengths
     noise: torch.Tensor  # (tiles, 3, height, width)
@@ -71,17 +68,6 @@ class TiledDataset(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return {"input_ids": ids, "labels": labels, "pixel_values": self.noise[:tiles] if tiles else None}
 
 
-def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """As people's collators do: padded to the longest."""
-    pad = torch.nn.utils.rnn.pad_sequence
-    ids = pad([item["input_ids"] for item in items], batch_first=True)
-    labels = pad([item["labels"] for item in items], batch_first=True, padding_value=-100)
-    mask = pad([torch.ones_like(item["input_ids"]) for item in items], batch_first=True)
-    tiles = [item["pixel_values"] for item in items if item["pixel_values"] is not None]
-    images = {"pixel_values": torch.cat(tiles)} if tiles else {}
-    return {"input_ids": ids, "labels": labels, "attention_mask": mask, **images}
-
-
 def trainer_rows(config: Any, *, small: bool) -> Iterator[Row]:
     """Steps, tokens and memory of a trainer's own random batches and of ours, in about as many samples a step."""
     import transformers
@@ -97,7 +83,6 @@ def trainer_rows(config: Any, *, small: bool) -> Iterator[Row]:
     first: float | None = None
     for name in ("random", "packs, attention with a mask", "packs"):
         torch.manual_seed(0)
-        packing.attend_by_bounds = attend_by_bounds if name == "packs" else lambda model: None
         model = transformers.AutoModelForImageTextToText.from_config(
             config, attn_implementation="sdpa", dtype=torch.bfloat16
         )
@@ -107,11 +92,13 @@ def trainer_rows(config: Any, *, small: bool) -> Iterator[Row]:
                 bf16=not small, use_cpu=small, report_to=[], disable_tqdm=True, save_strategy="no", logging_steps=STEPS,
                 remove_unused_columns=False, learning_rate=1e-5, dataloader_num_workers=0 if small else 4,
             )  # fmt: skip
-            trainer = transformers.Trainer(model, arguments, train_dataset=dataset, data_collator=collate)
+            trainer = transformers.Trainer(model, arguments, train_dataset=dataset, data_collator=padded_batch)
             if name != "random":
                 balance(trainer, lengths=lengths)
             clock = Clock(trainer)
-            trainer.train()
+            kept = mock.patch.object(packing, "attend_by_bounds", return_value=None)
+            with kept if name.endswith("a mask") else nullcontext():
+                trainer.train()
         tokens = clock.tokens_a_second()
         first = first or tokens
         yield {

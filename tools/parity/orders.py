@@ -17,8 +17,6 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
-from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import InternVLForConditionalGeneration
 from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -28,7 +26,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.demo import write_demo
 from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.formats.conversations import ConversationDataset, open_dataset
-from tools.parity.run import IGNORED, initial_model, padded_batch, standard_error
+from tools.parity.run import answers, initial_model, padded_batch, standard_error
 
 RESULTS = Path(__file__).parent / "orders.json"
 LIMITS, RANKS = PackLimits(16, 320), 4
@@ -121,34 +119,16 @@ def train(
         schedule.step()
 
 
-@torch.no_grad()
-def answers(model: InternVLForConditionalGeneration, dataset: ConversationDataset) -> tuple[float, float]:
-    """Share of held-out samples whose answer greedy decoding would give exactly; mean loss over their target tokens."""
-    model.eval()
-    right, total, count = 0, 0.0, 0
-    for number in range(len(dataset)):
-        item = dataset[number]
-        pixels = None if item["pixel_values"] is None else item["pixel_values"].to(DEVICE)
-        logits: Tensor = model(input_ids=item["input_ids"][None].to(DEVICE), pixel_values=pixels).logits[0, :-1].cpu()
-        targets = item["labels"][1:]
-        right += bool(((logits.argmax(-1) == targets) | (targets == IGNORED)).all())
-        total += float(cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum"))
-        count += int((targets != IGNORED).sum())
-    return right / len(dataset), total / count
-
-
 def table_of(runs: list[dict[str, Any]]) -> Table:
     """Accuracy and loss by method, their standard errors, and their difference from random steps, seed by seed."""
     table = Table("method", "runs", "steps", "accuracy", "minus random", "held-out loss", "minus random")
     by_method = {method: {run["seed"]: run for run in runs if run["method"] == method} for method in METHODS}
-    by_method = {method: of_seed for method, of_seed in by_method.items() if of_seed}
-    random = by_method.get("random", {})
     for method, of_seed in by_method.items():
         cells = []
         for name, form in (("accuracy", ".1%"), ("loss", ".4f")):
             values = [run[name] for run in of_seed.values()]
-            differences = [run[name] - random[seed][name] for seed, run in of_seed.items() if seed in random]
-            cells += [told(values, form), told(differences, form) if method != "random" and differences else ""]
+            differences = [run[name] - by_method["random"][seed][name] for seed, run in of_seed.items()]
+            cells += [told(values, form), "" if method == "random" else told(differences, form)]
         table.add_row(method, str(len(of_seed)), str(round(mean(run["steps"] for run in of_seed.values()))), *cells)
     return table
 

@@ -15,6 +15,7 @@ import typer
 from deepspeed.runtime.lr_schedules import WarmupCosineLR
 from rich.console import Console
 from rich.table import Table
+from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import InternVLForConditionalGeneration
@@ -67,8 +68,8 @@ def compare(seed: int, epochs: int) -> dict[str, Any]:
             "seed": seed,
             "steps": len(taken),
             "samples": sum(step["samples"] for step in taken),
-            "packed": accuracy(packed, held_out),
-            "padded": accuracy(padded, held_out),
+            "packed": answers(packed, held_out)[0],
+            "padded": answers(padded, held_out)[0],
         }
 
 
@@ -161,16 +162,20 @@ def padded_batch(items: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def accuracy(model: InternVLForConditionalGeneration, dataset: ConversationDataset) -> float:
-    """Share of the samples whose answer greedy decoding would give exactly."""
+def answers(model: InternVLForConditionalGeneration, dataset: ConversationDataset) -> tuple[float, float]:
+    """Share of held-out samples whose answer greedy decoding would give exactly; mean loss over their target tokens."""
     model.eval()
-    right = 0
-    for index in tqdm(range(len(dataset)), desc="held out"):
-        item = dataset[index]
-        logits = model(input_ids=item["input_ids"][None], pixel_values=item["pixel_values"]).logits[0]
+    device = model.device
+    right, total, count = 0, 0.0, 0
+    for number in tqdm(range(len(dataset)), desc="held out", mininterval=10):
+        item = dataset[number]
+        pixels = None if item["pixel_values"] is None else item["pixel_values"].to(device)
+        logits = model(input_ids=item["input_ids"][None].to(device), pixel_values=pixels).logits[0, :-1].cpu()
         targets = item["labels"][1:]
-        right += bool(((logits[:-1].argmax(-1) == targets) | (targets == IGNORED)).all())
-    return right / len(dataset)
+        right += bool(((logits.argmax(-1) == targets) | (targets == IGNORED)).all())
+        total += float(cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum"))
+        count += int((targets != IGNORED).sum())
+    return right / len(dataset), total / count
 
 
 def table_of(rows: list[dict[str, Any]]) -> Table:

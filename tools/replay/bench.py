@@ -88,20 +88,14 @@ class Bench:
         )  # fmt: skip
 
     def measured(self, packs: "Sequence[Pack]") -> tuple[list[tuple[float, ...]], int]:
-        """Seconds of each pack's phases, and the most that the passes of one hold; one run of each on a GPU, else two.
-
-        Packs are made by threads, since random pixels take longer than a GPU's passes.
-        """
+        """Seconds of each pack's phases, and the most that the passes of one hold; one run of each on a GPU, else two."""
+        with ThreadPoolExecutor(THREADS) as threads:  # random pixels take longer than a GPU's passes
+            all_made = [*threads.map(self.made, packs)]  # before any is timed
         seconds, held = [], 0
-        with ThreadPoolExecutor(THREADS) as threads:
-            for made in threads.map(self.made, packs):
-                if self.device.type == "cpu":
-                    seconds.append(self.seconds(made))
-                    held = max(held, self.activation_bytes(made)[1])
-                else:
-                    found, most = self.activation_bytes(made)
-                    seconds.append(found)
-                    held = max(held, most)
+        for made in all_made:
+            found, most = self._seconds_and_bytes(made)
+            seconds.append(self.seconds(made) if self.device.type == "cpu" else found)  # counting slows a CPU
+            held = max(held, most)
         return seconds, held
 
     def seconds(self, made: dict[str, Tensor]) -> tuple[float, float, float, float]:
@@ -126,8 +120,8 @@ class Bench:
         first, second, third, fourth = (after - before for before, after in pairwise(marks))
         return first, second, third, fourth
 
-    def activation_bytes(self, made: dict[str, Tensor]) -> tuple[tuple[float, ...], int]:
-        """Seconds as above, and the most that the passes hold beside weights and gradients; slow on a CPU."""
+    def _seconds_and_bytes(self, made: dict[str, Tensor]) -> tuple[tuple[float, ...], int]:
+        """Seconds of the phases, and the most that the passes hold beside weights and gradients."""
         weights = list(self._layers.parameters())
         held = weights + [weight.grad for weight in weights if weight.grad is not None]
         with DevicePeak(self.device, held) as peak:

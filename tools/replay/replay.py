@@ -74,6 +74,19 @@ def run(out: Path, shape: str, data: str, minutes: float) -> None:
     print("done")
 
 
+def composed(seconds: np.ndarray, samples: int) -> dict[str, tuple[float, float]]:
+    """By trainer, samples a second and the share of the time that ranks wait.
+
+    ``seconds`` are those of all passes, shape (steps, ranks, micro-batches, phases).
+    """
+    costs, found = dict(zip(PHASES, np.moveaxis(seconds, -1, 0), strict=True)), {}
+    for trainer in TRAINERS:
+        waits = sum(float(waited.sum()) for waited in wait(costs, trainer).values())
+        whole = float(seconds.sum()) + waits
+        found[trainer] = samples / whole, waits / whole
+    return found
+
+
 def report(out: Path) -> None:
     """Print samples a second in multiples of the default, by trainer, and what ranks hold at most."""
     rows = [json.loads(line) for line in out.read_text().splitlines()]
@@ -86,14 +99,9 @@ def report(out: Path) -> None:
             if not own:
                 continue
             seconds = np.array([row["seconds"] for row in own])  # steps, ranks, micro-batches, phases
-            costs = dict(zip(PHASES, np.moveaxis(seconds, -1, 0), strict=True))
-            samples, gains = sum(row["samples"] for row in own), []
-            for trainer in TRAINERS:
-                waits = sum(waited.sum() for waited in wait(costs, trainer).values())
-                rate = samples / (seconds.sum() + waits)
-                gains.append(rate / base.setdefault(trainer, rate))
-            share = waits / (seconds.sum() + waits)
-            cells = " | ".join(f"{gain:.2f}" for gain in gains)
+            found = composed(seconds, sum(row["samples"] for row in own))
+            cells = " | ".join(f"{rate / base.setdefault(trainer, rate):.2f}" for trainer, (rate, _) in found.items())
+            share = found["zero3"][1]
             held = np.array([row["bytes"] for row in own]) / 2**20  # steps, ranks
             print(f"| {cluster} | {way} | {len(own)} | {cells} | {share:.0%} | {held.max():.0f} | {held.mean():.0f} |")
 
