@@ -88,7 +88,7 @@ class Bench:
         )  # fmt: skip
 
     def measured(self, packs: "Sequence[Pack]") -> tuple[list[tuple[float, ...]], int]:
-        """Seconds of each pack's phases, and the most that the passes of one hold; one run of each on a GPU, else two."""
+        """Seconds of each pack's phases, and the most that the passes of one hold; a CPU runs each twice."""
         with ThreadPoolExecutor(THREADS) as threads:  # random pixels take longer than a GPU's passes
             all_made = [*threads.map(self.made, packs)]  # before any is timed
         seconds, held = [], 0
