@@ -20,10 +20,12 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.utils import groups
 from torch.distributed import distributed_c10d
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from omnibal.engine.initialize import SHARED_MEMORY, meet
 from omnibal.processes import free_port
@@ -275,7 +277,7 @@ def _work(folder):
     check_order()
     share_gloo_device()
     meet("gloo" if os.environ["DS_ACCELERATOR"] == "cpu" else "nccl")
-    linear = torch.nn.functional.linear
+    linear, environment = torch.nn.functional.linear, dict(os.environ)
     for line in (folder / f"jobs{os.environ['RANK']}").open():
         job = int(line)
         function, arguments, ends = torch.load(folder / f"job{job}.pt", weights_only=False)
@@ -287,11 +289,21 @@ def _work(folder):
         del arguments, result
         torch.nn.functional.linear = linear  # ZeRO 3 puts one of its own there, which rounds otherwise, for good
         groups.mpu = None  # a pipeline's grid, which a later engine without a pipeline would take for its own
+        forget_trainers(environment)
         gc.collect()
         sys.stdout.flush()
         if ends:
             break
     os._exit(0)  # gloo's threads now and then abort an interpreter that is being taken down
+
+
+def forget_trainers(environment):
+    """Undo what Trainers leave in the process: with DeepSpeed in one of them, a later one would take DeepSpeed, too."""
+    os.environ.clear()
+    os.environ.update(environment)
+    unset_hf_deepspeed_config()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from deepspeed.comm import comm
 from peft import LoraConfig, get_peft_model
@@ -225,8 +225,4 @@ def accelerate_afresh():
     finally:
         for (module, name), function in checked.items():
             setattr(module, name, function)
-        os.environ.clear()
-        os.environ.update(environment)
-        unset_hf_deepspeed_config()
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        launch.forget_trainers(environment)
