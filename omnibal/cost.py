@@ -239,3 +239,12 @@ class CostModel:
         scales[scales == 0] = 1  # a size that never occurs: its column stays zero and so does its coefficient
         solution, _ = nnls(weighted / scales, costs * weights)
         return cls(**dict(zip(_COEFFICIENTS, (solution / scales).tolist(), strict=True)))
+
+
+def smallest_first(sizes: ArrayLike) -> IntArray:
+    """Order the last axis: the smallest micro-batch first, then all others from the largest on.
+
+    A pipeline fills and drains with small micro-batches, and those that its stages run at one time are neighbours of
+    like size.
+    """
+    return np.roll(np.argsort(sizes, axis=-1, kind="stable")[..., ::-1], 1, axis=-1)

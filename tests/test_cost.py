@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnibal.cost import CostModel, Load
+from omnibal.cost import CostModel, Load, smallest_first
 from omnibal.errors import ConfigError
 
 
@@ -103,6 +103,11 @@ def test_a_fit_weighs_relative_errors():
     errors = fitted(Load(0, [1, 2, 1000])) / [1.0, 2.0, 2000.0] - 1
     assert abs(errors[2]) > 0.05
     assert (abs(errors) < 0.6).all()
+
+
+def test_the_smallest_runs_first_and_then_all_others_from_the_largest_on():
+    assert smallest_first([[3, 1, 2, 2], [1, 2, 3, 4]]).tolist() == [[1, 0, 3, 2], [0, 3, 2, 1]]
+    assert smallest_first([7]).tolist() == [0]
 
 
 def test_what_costs_nothing_fits_to_nothing():

@@ -8,6 +8,7 @@ from typing import Protocol, Unpack
 import numpy as np
 import numpy.typing as npt
 
+from omnibal.cost import smallest_first
 from omnibal.data.balance import BalancedPacks
 from omnibal.data.isf import ShuffledPacks
 from omnibal.data.lengths import IntArray, SampleLengths
@@ -25,7 +26,7 @@ class Arrangement(Protocol):
         """First step of every window of an epoch, and the number of steps behind them."""
 
     def window(self, epoch: int, index: int) -> Packs:
-        """Plan one window: the packs of its steps in running order (step, rank, micro-batch)."""
+        """Plan one window: the packs of its steps, rank after rank."""
 
 
 @dataclass(frozen=True)
@@ -37,20 +38,17 @@ class Window:
     num_replicas: int
     micro_batches: int
     packs: Packs
-    """The packs in running order: step after step, rank after rank, micro-batch after micro-batch."""
+    """The packs: step after step, rank after rank."""
+    steps: npt.NDArray[np.int64]
+    """Indices into ``packs`` by (step − first_step, rank, micro-batch)."""
 
     @property
     def num_steps(self) -> int:
-        return len(self.packs) // (self.num_replicas * self.micro_batches)
-
-    @property
-    def steps(self) -> npt.NDArray[np.int64]:
-        """Indices into ``packs`` by (step − first_step, rank, micro-batch)."""
-        return np.arange(len(self.packs)).reshape(self.num_steps, self.num_replicas, self.micro_batches)
+        return len(self.steps)
 
     def pack(self, step: int, rank: int, micro_batch: int) -> IntArray:
         """Samples of one micro-batch; ``step`` counts from the epoch's beginning."""
-        return self.packs[((step - self.first_step) * self.num_replicas + rank) * self.micro_batches + micro_batch]
+        return self.packs[int(self.steps[step - self.first_step, rank, micro_batch])]
 
 
 class Epoch:
@@ -65,8 +63,11 @@ class Epoch:
     Iterating yields the windows; each is planned when it is asked for, and does not need those before it.
     """
 
-    def __init__(self, arrangement: Arrangement, epoch: int, ranks: Ranks) -> None:
+    def __init__(
+        self, arrangement: Arrangement, epoch: int, ranks: Ranks, *, uneven: SampleLengths | None = None
+    ) -> None:
         self.arrangement, self.epoch, self.ranks = arrangement, epoch, ranks
+        self._uneven = uneven  # lengths, where a rank's packs of a step have yet to be put in running order
         self.num_replicas, self.micro_batches = ranks.num_replicas, ranks.micro_batches
 
     def __repr__(self) -> str:
@@ -80,7 +81,7 @@ class Epoch:
 
     def at(self, epoch: int) -> "Epoch":
         """Return another epoch of the same samples, arranged anew."""
-        return Epoch(self.arrangement, epoch, self.ranks)
+        return Epoch(self.arrangement, epoch, self.ranks, uneven=self._uneven)
 
     def __iter__(self) -> Iterator[Window]:
         return self.windows()
@@ -96,16 +97,33 @@ class Epoch:
     def _window(self, index: int) -> Window:
         packs = self.arrangement.window(self.epoch, index)
         first_step = int(self.arrangement.window_starts(self.epoch)[index])
-        return Window(first_step, self.num_replicas, self.micro_batches, packs)
+        return Window(first_step, self.num_replicas, self.micro_batches, packs, self.running_order(packs))
+
+    def running_order(self, packs: Packs) -> npt.NDArray[np.int64]:
+        """Indices into the packs of whole steps by (step, rank, micro-batch).
+
+        Uneven packs run as even ones do, the smallest first, then all others from the largest on; a pack's size is its
+        share of its rank's vision units in the step plus its share of the tokens.
+        """
+        places = np.arange(len(packs)).reshape(-1, self.num_replicas, self.micro_batches)
+        if self._uneven is None:
+            return places
+        # Packs themselves stay as they were dealt: saved positions count them, and earlier versions ran them so.
+        sizes = np.zeros(places.shape)
+        for load in (packs.vision_units(self._uneven)[places], packs.llm_tokens(self._uneven)[places]):
+            sizes += load / np.maximum(load.sum(axis=-1, keepdims=True), 1)
+        return np.take_along_axis(places, smallest_first(sizes), axis=-1)
 
     @cached_property
     def packs(self) -> Packs:
-        """All packs in running order. Plans and keeps the whole epoch."""
+        """All packs: step after step, rank after rank. Plans and keeps the whole epoch."""
         return Packs.concatenate(window.packs for window in self)
 
     @property
     def steps(self) -> npt.NDArray[np.int64]:
         """Indices into ``packs`` by (step, rank, micro-batch)."""
+        if self._uneven is not None:
+            return self.running_order(self.packs)
         shape = (self.num_steps, self.num_replicas, self.micro_batches)
         return np.arange(self.num_steps * self.num_replicas * self.micro_batches).reshape(shape)
 
@@ -153,4 +171,4 @@ def arrange(spec: PackingSpec, ranks: Ranks, origin: Origin | None = None) -> Ep
         arrangement = BalancedPacks(spec, ranks)
     else:
         arrangement = ShuffledPacks(spec, ranks)
-    return Epoch(arrangement, 0, ranks)
+    return Epoch(arrangement, 0, ranks, uneven=spec.lengths if spec.method == "isf" else None)

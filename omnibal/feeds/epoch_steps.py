@@ -1,7 +1,7 @@
 """EpochSteps: the steps of one epoch from any position on, for the ranks that run it now."""
 
-# An epoch is arranged once, for the ranks that begin it. A position in its packs in running order is all that another
-# number of ranks needs to go on: they cut the same packs into steps of their own size. Nothing is lost or repeated, and
+# An epoch is arranged once, for the ranks that begin it. A position in its packs is all that another number
+# of ranks needs to go on: they cut the same packs into steps of their own size. Nothing is lost or repeated, and
 # only the window at hand is planned again.
 
 from dataclasses import asdict, dataclass
@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from omnibal.cost import Load
+from omnibal.cost import Load, smallest_first
 from omnibal.data.epoch import Epoch, arrange
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.mixed_packs import MixedPacks, Origin
@@ -66,10 +66,10 @@ class StepPacks:
 
 
 class EpochSteps:
-    """The steps of one epoch from ``first_step`` on, for ``ranks``, behind ``packs_done`` packs in running order.
+    """The steps of one epoch from ``first_step`` on, for ``ranks``, behind ``packs_done`` packs of the epoch.
 
-    Where the ranks are those that the epoch was begun by, its steps are passed on untouched. Otherwise the packs of a
-    step are sorted into micro-batches of like load.
+    Where the ranks are those that the epoch was begun by, its steps are passed on. Otherwise the packs of a step are
+    sorted into micro-batches of like load.
     """
 
     def __init__(
@@ -122,13 +122,15 @@ class EpochSteps:
             raise ConfigError(f"step must lie between {self.first_step} and {self.last_step - 1}, got {index}")
         first, last = self.packs_done(index), self.packs_done(index + 1)
         packs = self._slice(first, last)
-        if not self._untouched:
+        if self._untouched:
+            order = self._begun.running_order(packs).ravel()
+        else:
             # Seeded by the position: all ranks deal alike, whichever steps they have read before.
             generator = np.random.default_rng([first, self.ranks.num_replicas])
             if last - first < self.ranks.step_packs:
                 packs = deal(packs, self.ranks.step_packs, generator, split=self._splits)
-            packs = packs.take(_alike(packs.load(self._spec.lengths), self.ranks, generator))
-        return StepPacks(self.epoch, index, self.ranks, packs)
+            order = _alike(packs.load(self._spec.lengths), self.ranks, generator)
+        return StepPacks(self.epoch, index, self.ranks, packs.take(order))
 
     def next_pack(self, steps_done: int) -> list[int]:
         """First samples of the next pack that has any; the same for all ranks, none at the end."""
@@ -227,7 +229,6 @@ class Epochs:
 
 def _alike(load: Load, ranks: Ranks, generator: np.random.Generator) -> npt.NDArray[np.int64]:
     """An order of packs in which those of one micro-batch, over all ranks, have like loads."""
-    # Micro-batches run as in planned steps: the smallest first, the others from the largest on.
     by_load = np.lexsort((load.llm_tokens, load.vision_units)).reshape(ranks.micro_batches, ranks.num_replicas)
-    groups = generator.permuted(by_load, axis=1)[-np.arange(ranks.micro_batches)]
+    groups = generator.permuted(by_load, axis=1)[smallest_first(np.arange(ranks.micro_batches))]
     return groups.T.ravel()

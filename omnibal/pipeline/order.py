@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from omnibal.compiled import compiled
-from omnibal.cost import FloatArray, IntArray
+from omnibal.cost import FloatArray, IntArray, smallest_first
 from omnibal.errors import ConfigError, integer
 from omnibal.pipeline.schedule import Schedule
 from omnibal.pipeline.simulate import Mode, checked_seconds, run
@@ -67,7 +67,7 @@ def order_micro_batches(
         return run(schedule, durations[:, order], transfers[order], mode).makespan_seconds
 
     orders = [np.arange(schedule.micro_batches), fill_intervals(durations[0], durations[1])]
-    orders.append(np.roll(_by_size(durations[0], durations[1])[::-1], 1))
+    orders.append(smallest_first((durations[0] + durations[1]).sum(axis=1)))
     # Of orders that are equally fast the earlier one stays.
     shortest, _, best = min((makespan(order), rank, order) for rank, order in enumerate(orders))
     simulated, improving = len(orders), True
@@ -113,13 +113,10 @@ def fill_intervals(forward_seconds: ArrayLike, backward_seconds: ArrayLike) -> I
             "forward_seconds and backward_seconds must have one shape (micro-batches, stages), "
             f"got {forward.shape} and {backward.shape}"
         )
-    order: IntArray = _fill_intervals(forward, backward, _by_size(forward, backward))
+    # By their seconds on all stages, the shortest first.
+    by_size = np.argsort((forward + backward).sum(axis=1), kind="stable")
+    order: IntArray = _fill_intervals(forward, backward, by_size)
     return order
-
-
-def _by_size(forward: FloatArray, backward: FloatArray) -> IntArray:
-    """Micro-batches by their seconds on all stages, the shortest first."""
-    return np.argsort((forward + backward).sum(axis=1), kind="stable")
 
 
 @compiled

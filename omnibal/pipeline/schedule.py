@@ -269,7 +269,7 @@ def zero_bubble(num_stages: int, micro_batches: int, max_lag: tuple[int, ...] | 
     if len(lags) != num_stages or min(lags, default=0) < 0:
         raise ConfigError(f"max_lag must be a number of at least 0 for each of {num_stages} stages, got {max_lag}")
     stages = [stage_order(num_stages - stage, micro_batches, lag) for stage, lag in enumerate(lags)]
-    if not lags[0]:
+    if lags[:1] == (0,):
         stages[0] = stage_order(num_stages, micro_batches)
     return Schedule.of_orders(tuple(stages), micro_batches)
 

@@ -158,6 +158,27 @@ def test_a_step_begins_with_its_smallest_packs_and_goes_on_from_the_largest(micr
             assert after[-1] <= before[0]
 
 
+@pytest.mark.parametrize("method", ["isf", "random"])
+def test_each_rank_runs_the_packs_of_isf_smallest_first_then_from_the_largest_on(method, mixed_lengths):
+    epoch = arrange_epoch(mixed_lengths, PackLimits(9, 4096), num_replicas=4, micro_batches=5, method=method)
+    dealt = np.arange(len(epoch.packs)).reshape(epoch.steps.shape)
+    assert (np.sort(epoch.steps, axis=2) == dealt).all()  # every rank keeps its packs of every step
+    assert (epoch.steps == dealt).all() == (method == "random")
+    if method == "isf":
+        vision, tokens = epoch.packs.vision_units(mixed_lengths), epoch.packs.llm_tokens(mixed_lengths)
+        for packs in epoch.steps.reshape(-1, 5):
+            shares = [vision[pack] / vision[packs].sum() + tokens[pack] / tokens[packs].sum() for pack in packs]
+            assert shares[1:] == sorted(shares[1:], reverse=True)
+            assert shares[0] == min(shares)
+
+
+def test_packs_of_isf_that_bring_no_image_run_by_their_tokens():
+    lengths = SampleLengths([0] * 4, [60, 90, 70, 80])
+    epoch = arrange_epoch(lengths, PackLimits(9, 100), num_replicas=1, micro_batches=4, method="isf")
+    window = next(iter(epoch))
+    assert [window.pack(0, 0, place).tolist() for place in range(4)] == [[0], [1], [3], [2]]
+
+
 def test_oversized_samples_can_be_refused():
     lengths = SampleLengths([1, 10, 2, 11], [5, 6, 7, 8])
     with pytest.raises(DataError, match=r"got 10 and 6 for sample 1 \(2 samples in all\)"):

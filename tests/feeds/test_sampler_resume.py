@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnibal.cost import CostModel
+from omnibal.data.epoch import arrange_epoch
 from omnibal.data.limits import PackLimits
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError
@@ -144,6 +145,31 @@ def test_steps_done_by_other_ranks_are_out_of_reach():
         after.step(4)
     with pytest.raises(ConfigError, match="steps_done must be between 5 and"):
         after.state_dict(4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "position", "next_pack"),
+    [  # as saved when a rank ran the packs of ISF in the order in which they were dealt
+        ((4, 2), {"ranks": [4, 2], "packs_done": [0], "first_step": 0}, [0, 261, 380, 140, 278, 117, 304, 90]),
+        ((3, 2), {"ranks": [3, 2], "packs_done": [24], "first_step": 3}, [62, 196, 167, 245, 6, 128, 152]),
+    ],
+)
+def test_states_from_before_packs_of_isf_had_an_order_go_on(shape, position, next_pack):
+    before = samplers((4, 2), method="isf")[0]
+    steps_done = 3 if shape == (4, 2) else 5
+    state = before.state_dict(3) | {
+        "steps_done": steps_done, "epoch_steps": {"arranged_for": [4, 2], **position}, "next_packs": [next_pack]
+    }  # fmt: skip
+    packs = arrange_epoch(LENGTHS, LIMITS, num_replicas=4, micro_batches=2, method="isf").packs
+    trained = packs.between(0, 24 + 6 * (steps_done - 3)).samples.tolist()
+    assert sorted(trained + seen(resumed(shape, state, method="isf"))) == list(range(len(LENGTHS)))
+
+
+@pytest.mark.parametrize("method", ["balanced", "isf", "random"])
+def test_ranks_run_the_steps_that_are_simulated(method):
+    epoch = arrange_epoch(LENGTHS, LIMITS, num_replicas=2, micro_batches=4, method=method)
+    planned = [[epoch.packs[pack].tolist() for pack in epoch.steps[:, rank].ravel()] for rank in range(2)]
+    assert packs_of(samplers((2, 4), method=method)) == planned
 
 
 def test_states_from_before_text_only_went_are_read_where_it_was_mix():

@@ -123,8 +123,9 @@ def test_micro_batches_out_of_range_are_refused():
 
 @pytest.mark.parametrize("sizes", [(0, 1), (1, 0)])
 def test_a_pipeline_needs_a_stage_and_a_micro_batch(sizes):
-    with pytest.raises(ConfigError, match="must have a stage and a micro-batch"):
-        one_f_one_b(*sizes)
+    for schedule in SCHEDULES.values():
+        with pytest.raises(ConfigError, match="must have a stage and a micro-batch"):
+            schedule(*sizes)
 
 
 def test_zero_bubble_of_four_stages_reads_like_a_picture():

@@ -49,12 +49,13 @@ def in_steps(packs: Packs, load: Load, micro_batches: int) -> list[list[Load]]:
     return [[load[step[:, replica]] for replica in range(REPLICAS)] for step in rows]
 
 
-def arranged(method: Method) -> Callable[[int], list[list[Load]]]:
+def arranged(method: Method, *, as_dealt: bool = False) -> Callable[[int], list[list[Load]]]:
     def steps(micro_batches: int) -> list[list[Load]]:
         epoch = arrange_epoch(LENGTHS, LIMITS, num_replicas=REPLICAS, micro_batches=micro_batches, method=method)
         window = next(iter(epoch))
         load = window.packs.load(LENGTHS)
-        return [[load[packs] for packs in step] for step in window.steps[:STEPS]]
+        steps = np.sort(window.steps, axis=-1) if as_dealt else window.steps
+        return [[load[packs] for packs in step] for step in steps[:STEPS]]
 
     return steps
 
@@ -77,6 +78,7 @@ KINDS: Final[dict[str, Callable[[int], list[list[Load]]]]] = {
     "even packs": arranged("balanced"),
     "a stream's buffers": buffered,
     "ISF": arranged("isf"),
+    "ISF as dealt": arranged("isf", as_dealt=True),
     "a stream as it comes": arranged("random"),
     "random padded batches": padded,
 }
@@ -101,7 +103,7 @@ class Pipeline(NamedTuple):
 
 
 def gains(num_stages: int, micro_batches: int) -> Iterator[list[object]]:
-    """For every kind of packs: bubble as given, and how many times as fast a step is in other orders."""
+    """For every kind of packs: seconds of a step and bubble as given, and how many times as fast it is otherwise."""
     schedule, links = one_f_one_b(num_stages, micro_batches), CLUSTER.links_of(Layout(num_stages, REPLICAS))
     even = KINDS["even packs"](micro_batches)
     cut = search_partition(PROFILE, even[0], num_stages, links, method="model").best.partition
@@ -121,12 +123,13 @@ def gains(num_stages: int, micro_batches: int) -> Iterator[list[object]]:
                 bubbles.append(given.bubble_ratio)
             seconds += np.max(of_replicas, axis=0)  # a step ends with its slowest replica
         row = [f"{seconds[0] / each:.3f}" for each in seconds[1:]]
-        yield [kind, num_stages, micro_batches, f"{np.mean(bubbles):.3f}", *row]
+        yield [kind, num_stages, micro_batches, f"{seconds[0] / STEPS:.3f}", f"{np.mean(bubbles):.3f}", *row]
 
 
 def print_gains() -> None:
     rows = (row for stages in (4, 8) for count in (8, 16, 32) for row in gains(stages, count))
-    print_table(["packs", "stages", "micro-batches", "bubble", "DistTrain's rule", "three orders", "swaps"], rows)
+    names = ["packs", "stages", "micro-batches", "seconds", "bubble", "DistTrain's rule", "three orders", "swaps"]
+    print_table(names, rows)
 
 
 def milliseconds(work: Callable[[], object]) -> float:
