@@ -28,10 +28,11 @@ from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.formats.conversations import ConversationDataset, open_dataset
 from tools.parity.run import answers, initial_model, padded_batch, standard_error
 
-RESULTS = Path(__file__).parent / "orders.json"
+RESULTS, MIXED = (Path(__file__).parent / name for name in ("orders.json", "orders_mixed.json"))
 LIMITS, RANKS = PackLimits(16, 320), 4
 METHODS = ("random", "group_by_length", "vision_sorted", "omnibal")
 SAMPLES, HELD_OUT, EPOCHS = 6000, 1000, 2
+MIXTURE = {"stories": 0.4, "shapes": 0.3, "pairs": 0.2, "scenes": 0.1}  # as they are: 0.18, 0.6, 0.12, 0.1
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LEARNING_RATE, LEAST_RATE, WARMUP = 1e-3, 0.05, 0.03
 
@@ -39,14 +40,16 @@ LEARNING_RATE, LEAST_RATE, WARMUP = 1e-3, 0.05, 0.03
 def main(
     seeds: Annotated[int, typer.Option(help="How many runs of each method.", min=1)] = 8,
     workers: Annotated[int, typer.Option(help="How many runs at a time; a GPU is shared by all.", min=1)] = 1,
-    out: Annotated[Path, typer.Option(help="Where runs are kept.")] = RESULTS,
+    mixture: Annotated[bool, typer.Option(help="Draw sources in shares of MIXTURE.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Where runs are kept; by default beside this file.")] = None,
 ) -> None:
     """Train a model for each seed and method; runs that the file holds are not made again."""
+    out = out or (MIXED if mixture else RESULTS)
     found = json.loads(out.read_text()) if out.exists() else {"made_with": made_with(), "runs": []}
     done = {(run["seed"], run["method"]) for run in found["runs"]}
     left = [pair for pair in product(range(seeds), METHODS) if pair not in done]
     with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        runs = {pool.submit(trained, method, seed): (seed, method) for seed, method in left}
+        runs = {pool.submit(trained, method, seed, MIXTURE if mixture else None): (seed, method) for seed, method in left}
         for run in as_completed(runs):
             seed, method = runs[run]
             found["runs"].append({"seed": seed, "method": method, **run.result()})
@@ -61,16 +64,18 @@ def made_with() -> dict[str, str]:
     return {"date": time.strftime("%Y-%m-%d"), "machine": machine, **packages}
 
 
-def trained(method: str, seed: int) -> dict[str, Any]:
+def trained(method: str, seed: int, mixture: dict[str, float] | None = None) -> dict[str, Any]:
     """Held-out accuracy and loss of a seed's model behind training, and how many steps it took."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         paths = write_demo(folder / "data", samples=SAMPLES, held_out=HELD_OUT, seed=seed)
         start = initial_model(paths.model, folder / "start", seed)
         dataset, held_out = open_dataset(paths.meta, start), open_dataset(paths.held_out_meta, start)
-        sampler = BalancedBatchSampler(dataset.lengths(), LIMITS, num_replicas=RANKS, rank=0, seed=seed)
-        steps = [step for epoch in range(EPOCHS) for step in steps_of(method, dataset.lengths(), sampler, seed, epoch)]
-        assert sorted(np.concatenate(steps)) == sorted([*range(len(dataset))] * EPOCHS), "each sample once an epoch"
+        lengths = dataset.lengths()
+        sampler = BalancedBatchSampler(lengths, LIMITS, num_replicas=RANKS, rank=0, seed=seed, mixture=mixture)
+        steps = [step for epoch in range(EPOCHS) for step in steps_of(method, lengths, sampler, seed, epoch)]
+        if mixture is None:
+            assert sorted(np.concatenate(steps)) == sorted([*range(len(dataset))] * EPOCHS), "each sample once an epoch"
         model = InternVLForConditionalGeneration.from_pretrained(start).to(DEVICE)
         train(model, dataset, steps, f"{method}, seed {seed}")
         accuracy, loss = answers(model, held_out)
@@ -80,21 +85,24 @@ def trained(method: str, seed: int) -> dict[str, Any]:
 def steps_of(
     method: str, lengths: SampleLengths, sampler: BalancedBatchSampler, seed: int, epoch: int
 ) -> list[np.ndarray]:
-    """The samples of each step of an epoch: as many steps by each method, so nearly as many samples in each."""
+    """The samples of each step of an epoch: as many steps by each method, of the samples that our packs have."""
     sampler.set_epoch(epoch)
     generator = torch.Generator().manual_seed(1000 * seed + epoch)
+    packs = (sampler.step(index) for index in range(sampler.num_steps))
+    ours = [np.concatenate([step.pack(rank, 0) for rank in range(RANKS)]).astype(int) for step in packs]
+    samples = np.sort(np.concatenate(ours))
     match method:
         case "omnibal":
-            packs = (sampler.step(index) for index in range(sampler.num_steps))
-            return [np.concatenate([step.pack(rank, 0) for rank in range(RANKS)]) for step in packs]
+            return ours
         case "group_by_length":
-            size = round(len(lengths) / sampler.num_steps)
-            order = [*LengthGroupedSampler(size, lengths=lengths.llm_tokens.tolist(), generator=generator)]
+            size, tokens = round(len(samples) / len(ours)), lengths.llm_tokens[samples].tolist()
+            order = np.array([*LengthGroupedSampler(size, lengths=tokens, generator=generator)])
         case _:
-            order = torch.randperm(len(lengths), generator=generator).tolist()
+            order = torch.randperm(len(samples), generator=generator).numpy()
+    order = samples[order]
     if method == "vision_sorted":  # as packs that are sorted by vision before they are dealt: from text to images
-        order = sorted(order, key=lambda sample: int(lengths.vision_units[sample]))
-    return np.array_split(np.array(order), sampler.num_steps)
+        order = order[np.argsort(lengths.vision_units[order], kind="stable")]
+    return np.array_split(order, len(ours))
 
 
 def train(
