@@ -1,6 +1,7 @@
 """What the encoders of a model take and give: of transformers' models, and of any model by ``EncoderAdapter``."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from inspect import Parameter, signature
 from math import prod
 from pathlib import Path
@@ -204,6 +205,41 @@ def encoders_of(model: Any, *, blank: Mapping[str, Tensor] | None = None) -> dic
     if "sound" not in phases and videos_of(positions_of(model.config)) is not None:
         encoders["video"] = VisionEncoder(model, blank, "video")
     return encoders
+
+
+def encode_in_every_evaluation(model: Any) -> None:
+    """Let each forward pass of an evaluation run every encoder, on a blank input where the batch has none.
+
+    Under ZeRO 3 and FSDP modules gather their weights from all ranks: a rank with an image would wait for ever for one
+    without.
+
+    Raises:
+        ConfigError: What ``encoders_of`` raises.
+    """
+    encoders, early, late, hooks = encoders_of(model), list[str](), list[str](), list[Any]()
+
+    def begin(module: nn.Module, args: Any, inputs: Mapping[str, Any]) -> None:
+        for kinds in (early, late):
+            kinds.clear()
+        if module.training or torch.is_grad_enabled() or inputs.get("past_key_values") is not None:
+            return
+        # Ranks run the encoders in the order of the model's own pass, which takes what is there.
+        takes_any = False
+        for kind, encoder in encoders.items():
+            is_given = inputs.get(encoder.takes[0]) is not None
+            takes_any |= is_given
+            if not is_given:
+                (late if takes_any else early).append(kind)
+        if not hooks:  # behind the hooks that DeepSpeed has added: before them it would gather other weights
+            hooks.append(model.get_input_embeddings().register_forward_hook(partial(encode, early)))
+
+    def encode(kinds: list[str], *_: Any) -> None:
+        for kind in kinds:
+            blank = encoders[kind].blank()
+            encoders[kind].encode({name: value.to(place_of(model)[0]) for name, value in blank.items()})
+
+    model.register_forward_pre_hook(begin, with_kwargs=True)
+    model.model.language_model.register_forward_pre_hook(partial(encode, late))
 
 
 def known_phases(model: Any) -> list[str]:

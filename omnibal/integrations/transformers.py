@@ -1,6 +1,7 @@
 """Equips a transformers.Trainer: ``balance``, ``balance_stream`` or ``rearrange`` before ``trainer.train()``."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +18,7 @@ from omnibal.data.packing_spec import Oversized
 from omnibal.data.source_draws import typical_lengths
 from omnibal.errors import ConfigError, DataError, integer
 from omnibal.feeds.sampler import check_agreement
+from omnibal.integrations.encoders import encode_in_every_evaluation
 from omnibal.integrations.lengths import (
     LENGTHS,
     kept_lengths,
@@ -30,6 +32,7 @@ from omnibal.integrations.loops import PackLoader
 from omnibal.integrations.losses import Reduction, StepLoss
 from omnibal.integrations.packing import FAMILIES, PackCollator, arguments_of, positions_of
 from omnibal.integrations.padded import PaddedCollator, PaddedSampler
+from omnibal.integrations.target_rows import base_of
 from omnibal.integrations.trainer_calibration import CalibratesCosts, language_of, measured_before
 from omnibal.integrations.trainer_hooks import (
     EndsWhenAsked,
@@ -240,6 +243,9 @@ def _begin(trainer: Trainer) -> None:
     trainer.add_callback(EndsWhenAsked(trainer))
     if trainer.is_deepspeed_enabled:
         trainer.add_callback(ExplainsStart())
+    if layout_of(trainer) in ("zero3", "fsdp") and trainer.args.world_size > 1:
+        with suppress(ConfigError):  # of a model whose encoders nobody has described
+            encode_in_every_evaluation(base_of(trainer.accelerator.unwrap_model(trainer.model)))
 
 
 def _collator_of(trainer: Trainer, padded: bool) -> Callable[..., PlannedCollator]:

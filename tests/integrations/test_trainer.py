@@ -166,7 +166,7 @@ def check_pairs(family, layout, folder, pairs=None):
     if pairs is None:
         pairs = [*combinations_with_replacement(kinds, 2), *((kind, NOTHING) for kind in kinds if family in HEARING)]
     case = Case(family, layout, kinds=tuple(kind for pair in pairs for kind in pair), options=EVERY)
-    trainer = trainer_of(case, folder, max_steps=len(pairs))
+    trainer = trainer_of(case, folder, max_steps=len(pairs), per_device_eval_batch_size=1)
     items = trainer.train_dataset.items
     sampler = balance(trainer, PackLimits(400, 200), samples_per_step=2)
 
@@ -187,6 +187,13 @@ def check_pairs(family, layout, folder, pairs=None):
         optimizer.step()
         optimizer.zero_grad()
     assert_close(weights_of(trainer.model), weights_of(plain), atol=1e-5)
+    evaluated = [items[sample] for samples, _ in held if len(samples) == 2 for sample in samples]
+    with torch.no_grad():
+        losses = [plain.eval()(**Collate(family)([item])).loss.item() for item in evaluated]
+    targets = [int((item["labels"][1:] != -100).sum()) for item in evaluated]
+    # Trainer's loss of two ranks' batches is the mean over all of their targets.
+    expected = np.average(np.reshape(losses, (-1, 2)), axis=1, weights=np.reshape(targets, (-1, 2))).mean()
+    assert trainer.evaluate(evaluated)["eval_loss"] == pytest.approx(expected, rel=1e-4)
 
 
 def dead_lock(folder):

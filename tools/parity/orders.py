@@ -49,7 +49,8 @@ def main(
     done = {(run["seed"], run["method"]) for run in found["runs"]}
     left = [pair for pair in product(range(seeds), METHODS) if pair not in done]
     with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        runs = {pool.submit(trained, method, seed, MIXTURE if mixture else None): (seed, method) for seed, method in left}
+        shares = MIXTURE if mixture else None
+        runs = {pool.submit(trained, method, seed, shares): (seed, method) for seed, method in left}
         for run in as_completed(runs):
             seed, method = runs[run]
             found["runs"].append({"seed": seed, "method": method, **run.result()})
