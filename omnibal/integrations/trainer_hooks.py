@@ -19,13 +19,14 @@ from omnibal.advise.memory import RankMemory
 from omnibal.advise.wait import Sharding
 from omnibal.cluster import OVERHEAD_BYTES, Cluster
 from omnibal.cost import CostModel, Load
+from omnibal.data.lengths import SampleLengths
 from omnibal.device import Device
 from omnibal.errors import ConfigError
 from omnibal.integrations.loading import PackSampler
 from omnibal.integrations.losses import keeps_sft_loss, works_on_targets
 from omnibal.integrations.packing import PackCollator, check_packed
 from omnibal.integrations.padded import PaddedSampler
-from omnibal.integrations.trainer_steps import Costs, Waiting
+from omnibal.integrations.trainer_steps import Costs, Waiting, module_of
 from omnibal.processes import EndRequest, ExplainedWait, leave_ends_to_parent
 from omnibal.profile.calibration import SIZES
 from omnibal.profile.records import Level, ModelProfile
@@ -118,6 +119,22 @@ def wants_all_gradients(trainer: Trainer) -> bool:
     # by bucket, and ZeRO 3 gathers weights in the order of the steps before.
     ddp = trainer.accelerator.ddp_handler
     return bool(trainer.is_deepspeed_enabled or ddp.static_graph or not ddp.find_unused_parameters)
+
+
+def refuse_missing_kinds(trainer: Trainer, lengths: SampleLengths) -> None:
+    """Refuse data that bring a trained encoder nothing, where DDP waits for its gradients."""
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.args.world_size == 1:
+        return
+    sees = bool(lengths.vision_units.any())
+    hears = sees if lengths.sound_units is None else bool(lengths.sound_units.any())  # Qwen2-Audio's are vision units
+    brought = {"vision": sees, "projector": sees, "sound": hears, "language": True}
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    lacking = [name for name, of in model.named_parameters() if of.requires_grad and not brought[module_of(name)]]
+    if lacking and wants_all_gradients(trainer):
+        raise ConfigError(
+            f"what is trained must get gradients from the data, got none of {module_of(lacking[0])} for {lacking[0]}; "
+            "DDP fails in the second step: freeze it, or set ddp_find_unused_parameters=True"
+        )
 
 
 def refuse_settings(trainer: Trainer) -> None:

@@ -250,11 +250,12 @@ def counted_profile(model: Any, device_name: str | None) -> ModelProfile | None:
     adapters = getattr(model, "peft_config", None)
     if adapters:
         return adapted_profile(records, device, rank=max(getattr(adapter, "r", 1) for adapter in adapters.values()))
-    trained = {_module_of(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = {module_of(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
     return analytic_profile(records, device, frozen=sorted({record.module for record in records} - trained))
 
 
-def _module_of(name: str) -> str:
+def module_of(name: str) -> str:
+    """The part of a model that has a parameter."""
     if any(part in name for part in PROJECTOR):
         return "projector"
     if SOUND in name:

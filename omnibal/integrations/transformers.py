@@ -44,6 +44,7 @@ from omnibal.integrations.trainer_hooks import (
     layout_of,
     memory_of,
     recompute_of,
+    refuse_missing_kinds,
     refuse_settings,
     replicas_of,
     set_micro_batches,
@@ -132,6 +133,7 @@ def balance(
         asked = integer("samples_per_step", samples_per_step, num_replicas)
     collator_of = _collator_of(trainer, padded)
     lengths = _lengths(trainer, collator_of(), lengths, mixture)
+    refuse_missing_kinds(trainer, lengths)
     if limits is not None:
         limits.refuse_none(lengths)
     counted = _profile(trainer)

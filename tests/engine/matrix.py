@@ -59,6 +59,9 @@ PARTS = {
     "adapters": ((), {"rank": 2, "targets": ["language", "vision"], "modules_to_save": ["projector"]}),
     "adapters of the LLM": (("vision",), {"rank": 3}),
 }
+ENCODING = tuple(
+    name for name in PARTS if name not in ("LLM", "adapters of the LLM")
+)  # those with encoder or projector
 DATA = ("images", "a step of texts", "texts")
 TEXTS = [number for number, (sizes, _) in enumerate(SHAPES) if not sizes]
 
@@ -72,6 +75,7 @@ RULES = (
     {"layout": DROP_INS, "data": ("a step of texts",)},
     {"layout": DROP_INS, "recompute": ("selective", "mixed")},
     {"layout": DROP_INS, "dtype": ("bfloat16 sums",)},
+    {"layout": ("packs",), "zero": (0,), "recompute": ("full",), "data": ("texts",), "trained": ENCODING},
     {"layout": tuple(LAYOUTS), "zero": (2, 3)},
     {"layout": STAGED, "zero": (0,), "dtype": ("float32",), "clips": (True,)},
     {"layout": tuple(LAYOUTS), "zero": (0,), "dtype": ("bfloat16",)},

@@ -326,7 +326,19 @@ def train_others(folder):
         check_muon(folder / "muon")
         check_mixture(Case("internvl"), folder / "mixture")
         check_unlike_data(folder / "unlike")
+        check_texts_alone(folder / "texts")
     return True
+
+
+def check_texts_alone(folder):
+    """DDP that looks for no unused parameters would fail in the second step."""
+    trainer = trainer_of(Case("internvl", options=RECOMPUTES), folder)
+    trainer.train_dataset.items = [item for item in items_of("internvl") if item["pixel_values"] is None]
+    with pytest.raises(ConfigError, match=r"got none of vision for model.vision_tower.\S+; .*freeze it"):
+        balance(trainer, LIMITS["internvl"])
+    trainer.model.model.vision_tower.requires_grad_(False)
+    trainer.model.model.multi_modal_projector.requires_grad_(False)
+    balance(trainer, LIMITS["internvl"])
 
 
 @pytest.mark.distributed
