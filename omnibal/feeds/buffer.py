@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
+from omnibal.data.kinds import Loads, in_full
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
@@ -23,8 +24,7 @@ class BufferedSample(NamedTuple):
 
     held: Any
     """What the collator lays into packs."""
-    loads: tuple[int, int, int]
-    """Vision units, LLM tokens, target tokens."""
+    loads: Loads
     source: int = 0
     """Index of its source."""
 
@@ -155,8 +155,11 @@ class SampleBuffer:
 
     def lengths(self) -> SampleLengths:
         """Loads of what the buffer holds, the oldest first."""
-        loads = np.array([sample.loads for sample in self.samples.values()], dtype=np.int64).reshape(-1, 3).T
-        return SampleLengths(loads[0], loads[1], target_tokens=loads[2])
+        loads = [in_full(sample.loads) for sample in self.samples.values()]
+        vision, tokens, targets, videos, sounds = np.array(loads, dtype=np.int64).reshape(-1, 5).T
+        # Without sounds the planner levels one encoder less.
+        heard = sounds if sounds.any() else None
+        return SampleLengths(vision, tokens, target_tokens=targets, video_units=videos, sound_units=heard)
 
     def state_dict(self) -> dict[str, Any]:
         """What brings back the buffer as it is, and all that follows; between a fill and the next ``take``."""
@@ -242,8 +245,9 @@ class SampleBuffer:
 
     def _take_in(self, sample: BufferedSample, shares: npt.NDArray[np.float64]) -> None:
         """Hold a sample that was drawn for the first time, unless it is too large."""
-        vision, tokens, _ = sample.loads
-        if vision > self._limits.vision_units or tokens > self._limits.llm_tokens:
+        vision, tokens, _, _, sounds = in_full(sample.loads)
+        limits = self._limits
+        if vision > limits.vision_units or tokens > limits.llm_tokens or sounds > limits.most("sound_units"):
             self._meet_oversized(sample)
             if self._oversized == "drop":
                 return
@@ -266,12 +270,10 @@ class SampleBuffer:
 
     def _meet_oversized(self, sample: BufferedSample) -> None:
         """Count a sample over a limit, or refuse it."""
-        limits, source = self._limits, self._sources[sample.source]
-        vision, tokens, _ = sample.loads
-        told = (
-            f"{source.last_item} must be within the limits of {limits.vision_units} vision units and "
-            f"{limits.llm_tokens} LLM tokens, got {vision} and {tokens}"
-        )
+        vision, tokens, _, _, sounds = in_full(sample.loads)
+        got = f"{vision} and {tokens}" + (f" and {sounds}" if self._limits.sound_units is not None else "")
+        item = self._sources[sample.source].last_item
+        told = f"{item} must be within the limits of {self._limits.in_words}, got {got}"
         if self._oversized == "error":
             raise DataError(f"{told}; oversized 'alone' gives it a pack of its own, 'drop' leaves it out")
         self.first_oversized = self.first_oversized or told
@@ -286,14 +288,19 @@ class SampleBuffer:
         return {"samples": 1, "llm_tokens": sample.loads[1], "target_tokens": sample.loads[2]}[self._mixture.by]
 
 
-def _check_loads(loads: tuple[int, int, int]) -> None:
-    vision, tokens, targets = loads
+def _check_loads(loads: Loads) -> None:
+    vision, tokens, targets, videos, sounds = in_full(loads)
     if tokens < 1:
         raise DataError(f"a sample must have at least 1 token, got {tokens}")
     if vision < 0 or not 0 <= targets <= tokens:
         raise DataError(
             f"a sample must have 0 vision units or more, and at most as many target tokens as tokens, got {vision}, "
             f"{targets} and {tokens}"
+        )
+    if not 0 <= videos <= vision or sounds < 0:
+        raise DataError(
+            f"a sample must have as many video units as vision units at most, and 0 sound units or more, got {videos}, "
+            f"{vision} and {sounds}"
         )
 
 

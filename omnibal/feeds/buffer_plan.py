@@ -1,6 +1,6 @@
 """What ranks' buffers hold, what all ranks' next packs should hold, and the packs that a rank makes of its buffer.
 
-Ranks tell each other what their buffers hold in all, three numbers each, and agree on what a pack should hold. Each one
+Ranks tell each other what their buffers hold in all, four numbers each, and agree on what a pack should hold. Each one
 takes about the oldest samples that make so many of these packs, and levels the packs among themselves: then any pack of
 one rank is like any of another, whichever run at the same time. Packs run in random order, so steps are random, too.
 """
@@ -56,6 +56,7 @@ class BufferLoad(NamedTuple):
     """Whether nothing more will come."""
     bounded: bool = False
     """Whether its bytes allow no more samples."""
+    sound_units: float = 0.0
 
 
 class Aim(NamedTuple):
@@ -67,6 +68,8 @@ class Aim(NamedTuple):
     """Vision units of a pack."""
     cost: float
     """Cost of a pack, by ``DEFAULT_COST``."""
+    sound_units: float = 0.0
+    """Sound units of a pack."""
 
 
 def buffer_load(lengths: SampleLengths, limits: PackLimits, *, ended: bool, bounded: bool = False) -> BufferLoad:
@@ -77,8 +80,9 @@ def buffer_load(lengths: SampleLengths, limits: PackLimits, *, ended: bool, boun
     """
     demand = _survey(lengths, limits)
     count = demand.num_samples
-    packs = max(demand.driver, demand.other) * count
-    return BufferLoad(packs, demand.mean_vision * count, demand.mean_cost * count, ended, bounded)
+    packs = max(demand.driver, demand.other, demand.further) * count
+    sounds = demand.mean_further.get("sound_units", 0.0)
+    return BufferLoad(packs, demand.mean_vision * count, demand.mean_cost * count, ended, bounded, sounds * count)
 
 
 def growth(of_ranks: Sequence[BufferLoad], micro_batches: int) -> list[float]:
@@ -87,7 +91,7 @@ def growth(of_ranks: Sequence[BufferLoad], micro_batches: int) -> list[float]:
     A buffer of short samples may not fill a step. It then grows until it does, but never beyond the bytes that it may
     take: a rank whose bytes are used up ends the others' growth, too.
     """
-    _, cost = _mean_pack(of_ranks)
+    _, cost, _ = _mean_pack(of_ranks)
     held = [rank.cost / max(cost, 1e-9) for rank in of_ranks]
     wanted = min([micro_batches, *(packs for packs, rank in zip(held, of_ranks, strict=True) if rank.bounded)])
     return [
@@ -109,20 +113,22 @@ def agree(of_ranks: Sequence[BufferLoad], micro_batches: int) -> Aim:
     # The emptiest buffer says how many packs, as it must fill them and leave samples to choose from; where its bytes
     # allow less than a step, packs are emptier on all ranks. Ranks whose sources have ended are not waited for: their
     # packs stay empty once they have no samples. When all have ended, all samples are taken.
-    vision, cost = _mean_pack(of_ranks)
+    vision, cost, sounds = _mean_pack(of_ranks)
     going = [rank.cost / cost for rank in of_ranks if not rank.ended]
     if not going:
         needed = max(rank.packs for rank in of_ranks) * (1 + RESERVE)
-        return Aim(math.ceil(needed / micro_batches) * micro_batches, vision, cost)
+        return Aim(math.ceil(needed / micro_batches) * micro_batches, vision, cost, sounds)
     filled = min(min(going) / micro_batches, 1.0)
-    return Aim(max(int(PART * min(going)) // micro_batches, 1) * micro_batches, filled * vision, filled * cost)
+    num_packs = max(int(PART * min(going)) // micro_batches, 1) * micro_batches
+    return Aim(num_packs, filled * vision, filled * cost, filled * sounds)
 
 
-def _mean_pack(of_ranks: Sequence[BufferLoad]) -> tuple[float, float]:
-    """Vision units and cost of a pack, as all ranks' samples would fill them."""
-    packs = sum(rank.packs for rank in of_ranks) * (1 + RESERVE)
-    vision, cost = (sum(loads) / max(packs, 1e-9) for loads in zip(*(rank[1:3] for rank in of_ranks), strict=True))
-    return vision, cost
+def _mean_pack(of_ranks: Sequence[BufferLoad]) -> tuple[float, float, float]:
+    """Vision units, cost and sound units of a pack, as all ranks' samples would fill them."""
+    packs = max(sum(rank.packs for rank in of_ranks) * (1 + RESERVE), 1e-9)
+    loads = ((rank.vision_units, rank.cost, rank.sound_units) for rank in of_ranks)
+    vision, cost, sounds = (sum(of_all) / packs for of_all in zip(*loads, strict=True))
+    return vision, cost, sounds
 
 
 def plan_buffer(lengths: SampleLengths, aim: Aim, limits: PackLimits, *, waited: int, seed: Sequence[int]) -> Packs:
@@ -155,12 +161,15 @@ def _choose(lengths: SampleLengths, aim: Aim, limits: PackLimits, waited: int) -
     cost = DEFAULT_COST(Load(vision, tokens, tokens**2))
     # A sample is in if the sum is nearer with it than without.
     count = min(max(int(np.searchsorted(np.cumsum(cost) - cost / 2, aim.num_packs * aim.cost)), 1), len(cost))
-    weights = np.array([VISION_PACKS / max(aim.vision_units, 1e-9), 1 / aim.cost])
-    loads = np.stack([vision, cost], axis=1) * weights
+    sounds = np.zeros(len(cost)) if lengths.sound_units is None else lengths.sound_units.astype(np.float64)
+    most = limits.most("sound_units")
+    sounds = np.minimum(sounds, most)
+    # As the planner weighs them: a mean pack's sounds as much as its cost.
+    weights = np.array([VISION_PACKS / max(aim.vision_units, 1e-9), 1 / aim.cost, 1 / max(aim.sound_units, 1e-9)])
+    loads = np.stack([vision, cost, sounds], axis=1) * weights
     chosen = _exchanged(np.arange(len(cost)), count, waited, loads, aim.num_packs * np.array(aim[1:]) * weights)
-    filled = np.maximum(
-        np.cumsum(vision[chosen]) / max(limits.vision_units, 1), np.cumsum(tokens[chosen]) / limits.llm_tokens
-    )
+    shares = (vision, limits.vision_units), (tokens, limits.llm_tokens), (sounds, most)
+    filled = np.maximum.reduce([np.cumsum(units[chosen]) / max(limit, 1) for units, limit in shares])
     # Only what cannot fit is cut: had each rank stayed below from the beginning, all would take large samples first.
     if len(chosen) and filled[-1] > aim.num_packs:
         most = int(np.searchsorted(filled, aim.num_packs / (1 + RESERVE), side="right"))
@@ -172,9 +181,9 @@ def _exchanged(
     order: npt.NDArray[np.int64], count: int, waited: int, loads: FloatArray, wanted: FloatArray
 ) -> npt.NDArray[np.int64]:
     """The first ``count`` samples of an order, after exchanges that bring the sum of their loads near to ``wanted``."""
-    # Loads are weighted vision units and cost, (samples, 2); the first `waited` samples of the order stay. Of all pairs
-    # of a sample inside and one outside, the one whose exchange comes nearest is made, until the sums are near enough
-    # or no pair helps: at most EDGE x EDGE pairs are looked at each time.
+    # Loads are weighted vision units, cost and sound units, (samples, 3); the first `waited` samples of the order stay.
+    # Of all pairs of a sample inside and one outside, the one whose exchange comes nearest is made, until the sums are
+    # near enough or no pair helps: at most EDGE x EDGE pairs are looked at each time.
     inside, outside = slice(max(count - EDGE, waited), count), slice(count, count + EDGE)
     missed = loads[order[:count]].sum(axis=0) - wanted
     while len(order[inside]) and len(order[outside]) and (missed**2).sum() > NEAR**2:

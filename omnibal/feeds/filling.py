@@ -11,7 +11,7 @@ import numpy as np
 
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError, DataError, said
-from omnibal.feeds.buffer import BufferedSample, SampleBuffer
+from omnibal.feeds.buffer import SampleBuffer
 from omnibal.feeds.buffer_plan import BufferLoad, buffer_load, grown, growth
 
 FIRST_SAMPLES: Final = 16
@@ -29,8 +29,8 @@ class FullBuffer(NamedTuple):
     """What a rank tells of its full buffer."""
 
     load: BufferLoad
-    has_image: bool
-    """Whether the rank has drawn an image, now or before: then all packs of all ranks have one from now on."""
+    kinds: int
+    """Kinds of input that the rank has met, by the bits of ``SampleLengths.kinds``."""
     first: str
     """A digest of the first samples, in the first window only: equal digests mean that two ranks read the same data."""
     num_oversized: int
@@ -63,15 +63,13 @@ class SharedFilling:
         """What all ranks that draw tell; raises on all ranks where one of them tells a failure."""
         return [theirs for theirs in self._gather(told) if theirs is not None]
 
-    def restore(self, buffer: SampleBuffer | None, filler: BufferedSample | None) -> list[FullBuffer]:
-        """Let all ranks come back to the buffers of a state."""
-        return self._drawn(buffer, SampleBuffer.restore, partial(self._full, filler, False))
+    def restore(self, buffer: SampleBuffer | None, kinds: int) -> list[FullBuffer]:
+        """Let all ranks come back to the buffers of a state; ``kinds`` are those met before."""
+        return self._drawn(buffer, SampleBuffer.restore, partial(self._full, kinds, False))
 
-    def fill(
-        self, buffer: SampleBuffer | None, filler: BufferedSample | None, step: int, *, is_first: bool
-    ) -> list[FullBuffer]:
+    def fill(self, buffer: SampleBuffer | None, kinds: int, step: int, *, is_first: bool) -> list[FullBuffer]:
         """Fill all ranks' buffers, further than usual where their samples are so short that they do not fill a step."""
-        count = partial(self._full, filler, is_first)
+        count = partial(self._full, kinds, is_first)
         of_ranks = self._drawn(buffer, partial(SampleBuffer.fill, step=step), count)
         _refuse_same(of_ranks)
         # A round ends where no rank has to grow further, which all know from the same numbers.
@@ -113,16 +111,16 @@ class SharedFilling:
                 return of_ranks
             self._name(waiting)
 
-    def _full(self, filler: BufferedSample | None, is_first: bool, buffer: SampleBuffer) -> FullBuffer | DataError:
+    def _full(self, kinds: int, is_first: bool, buffer: SampleBuffer) -> FullBuffer | DataError:
         try:
-            samples = buffer.samples.values()
-            has_image = any(sample.loads[0] for sample in (*samples, filler) if sample is not None)
+            samples, lengths = buffer.samples.values(), buffer.lengths()
+            kinds = int(np.bitwise_or.reduce(lengths.kinds, initial=kinds))
             first = [
                 (sample.loads, _ids(sample.held)) for sample, _ in zip(samples, range(FIRST_SAMPLES), strict=False)
             ]
-            load = buffer_load(buffer.lengths(), self._limits, ended=buffer.ended, bounded=buffer.is_bounded)
+            load = buffer_load(lengths, self._limits, ended=buffer.ended, bounded=buffer.is_bounded)
             first_samples = repr(first) if is_first else ""
-            return FullBuffer(load, has_image, first_samples, buffer.num_oversized, buffer.first_oversized)
+            return FullBuffer(load, kinds, first_samples, buffer.num_oversized, buffer.first_oversized)
         except Exception as error:  # such as lengths that are none
             return failure_of(error)
 

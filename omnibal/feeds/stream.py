@@ -11,12 +11,14 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from omnibal.cost import IntArray, Load
+from omnibal.data.kinds import in_full, smallest_of_kinds
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.packing_spec import Oversized
@@ -27,14 +29,15 @@ from omnibal.feeds.feed import Step, ahead, step_in_words
 from omnibal.feeds.filling import FullBuffer, SharedFilling, failure_of
 from omnibal.feeds.sources import as_it_is
 
-PER_PACK: Final = 5
-"""Numbers about a pack: vision units, LLM tokens, their squares, target tokens, samples."""
+PER_PACK: Final = 6
+"""Numbers about a pack: vision units, LLM tokens, their squares, target tokens, samples, sound units."""
 FREE: Final = ("sources", "mixture", "oversized")
 """Settings that a resumed run may have otherwise than the one before."""
 FATES: Final = {"alone": "gets a pack of its own", "drop": "is left out"}
 """What becomes of a sample that exceeds a limit on its own."""
-Packer = Callable[[list[BufferedSample], BufferedSample | None, bool], Any]
-"""From a pack's samples, a filler, and whether the pack must have an image, to what is trained."""
+Packer = Callable[[list[BufferedSample], Mapping[int, BufferedSample], int], Any]
+"""From a pack's samples, the smallest ones that were drawn by their kinds, and the kinds that the pack must have, to
+what is trained."""
 
 
 class PlannedWindow(NamedTuple):
@@ -58,7 +61,7 @@ class StreamFeed:
             by index is divided without it.
         rank: Number among the ranks that draw, which are the first of the ranks that gather.
         draws: Whether this process draws; if not, it has no packs.
-        fills: Whether packs need fillers, one of which is then kept in positions.
+        fills: Whether packs need fillers that were drawn, which are then kept in positions.
         num_steps: Steps of the run; sources that end are read again. None for a single pass over the sources.
         warn_seconds: After how long all ranks name a source that they wait for.
         wait_seconds: After how long without a sample the run ends on all ranks.
@@ -116,7 +119,8 @@ class StreamFeed:
             "sources": names,
             "mixture": None if mixture is None else mixture.record(names),
             "oversized": oversized,
-            "limits": [limits.vision_units, limits.llm_tokens],
+            "limits": [limits.vision_units, limits.llm_tokens]
+            + ([] if limits.sound_units is None else [limits.sound_units]),
             "buffer": buffer,
             "seed": seed,
             "num_ranks": num_ranks,
@@ -163,6 +167,9 @@ class StreamFeed:
                 "the state of the streams must be of this version of omnibal, got that of an earlier one; begin them "
                 "anew, or finish the run with the earlier one"
             )
+        if "filler" in position:  # of a version that knew images alone
+            old = position.pop("filler")
+            position |= {"kinds": 0, "fillers": {} if old is None else {int(old.loads[0] > 0): tuple(old)}}
         for name, value in self.made_from.items():
             if name not in FREE and before.get(name) != value:
                 raise ConfigError(
@@ -203,13 +210,13 @@ class StreamFeed:
         position = window.position
         index = position["first_step"] + done
         loads = window.loads[:, done * self.micro_batches : (done + 1) * self.micro_batches]
-        vision, tokens, squares, targets, samples = np.moveaxis(loads[..., :PER_PACK], -1, 0)
+        vision, tokens, squares, targets, samples, sounds = np.moveaxis(loads[..., :PER_PACK], -1, 0)
         names, given = self.made_from["sources"], loads[..., PER_PACK:].sum(axis=(0, 1)).tolist()
         return Step(
             position["epoch"],
             index,
             int(samples.sum()),
-            Load(vision, tokens, squares),
+            Load(vision, tokens, squares, sound_units=sounds),
             {} if self._mixture is None else self._mixture.shares_of_step(index, dict(zip(names, given, strict=True))),
             {self._oversized: position["oversized"]},
             int(targets.sum()),
@@ -236,15 +243,17 @@ class StreamFeed:
         buffer = self._new_buffer(first_pass=begun["epoch"], division=division) if self._draws else None
         if buffer is not None and begun["buffer"] is not None:
             buffer.load_state_dict(begun["buffer"])
-        number, step, filler, oversized = begun["window"], begun["first_step"], begun["filler"], begun["oversized"]
+        number, step, oversized = begun["window"], begun["first_step"], begun["oversized"]
         filled, waited = begun["filled"], begun["waited"]
+        fillers = {of: BufferedSample(*sample) for of, sample in begun["fillers"].items()}
+        kinds = reduce(or_, fillers, begun["kinds"])
         of_ranks: list[FullBuffer] = []
         if filled or number > 0:  # on all ranks alike
-            of_ranks = self.filling.restore(buffer, filler)
+            of_ranks = self.filling.restore(buffer, kinds)
         while True:
             if not filled:
                 waited = 0 if buffer is None else len(buffer.samples)
-                of_ranks = self.filling.fill(buffer, filler, step, is_first=number == 0)
+                of_ranks = self.filling.fill(buffer, kinds, step, is_first=number == 0)
                 # All ranks count alike, as all have heard the same: so they end together, too.
                 oversized = self._count_oversized(of_ranks, oversized)
                 if all(rank.load.ended and not rank.load.packs for rank in of_ranks):
@@ -253,26 +262,31 @@ class StreamFeed:
                         raise DataError(f"limits must allow a sample of the sources, got none; {first}")
                     return
             filled = False
+            # A kind that some rank has met is in all packs of all ranks from now on: hosts gather an encoder's weights
+            # or reduce its gradients together.
+            kinds = reduce(or_, (rank.kinds for rank in of_ranks), kinds)
             position = {**begun, "window": number, "first_step": step, "steps_done": 0, "oversized": oversized}
-            position |= {"filled": True, "waited": waited, "filler": None, "buffer": None, "packs": []}
+            position |= {"filled": True, "waited": waited, "kinds": kinds, "fillers": {}, "buffer": None, "packs": []}
             aim = agree([rank.load for rank in of_ranks], self.micro_batches)
             # The position is taken while the buffer is full: from it, this very window can be planned again.
             batches: list[Any] = []
             told: Any = None
             if buffer is not None:
                 try:
-                    if not any(sample.loads[0] for sample in buffer.samples.values()):
-                        position["filler"] = filler  # the buffer would not do
-                    position["buffer"] = buffer.state_dict()
-                    filler = _filler(buffer.samples, filler) if self._fills else None
+                    position["buffer"], lengths = buffer.state_dict(), buffer.lengths()
+                    if self._fills:
+                        held = [*buffer.samples.values()]
+                        own = {of: held[place] for of, place in smallest_of_kinds(lengths).items()}
+                        # As data: a checkpoint is read without making objects of a class.
+                        position["fillers"] = {of: tuple(fillers[of]) for of in fillers.keys() - own.keys()}
+                        fillers |= own
                     seed = [self._seed, begun["epoch"], number, self.rank]
-                    packs = plan_buffer(buffer.lengths(), aim, self.limits, waited=waited, seed=seed)
+                    packs = plan_buffer(lengths, aim, self.limits, waited=waited, seed=seed)
                     keys = np.array([*buffer.samples], dtype=np.int64)
                     position["packs"] = [keys[pack].tolist() for pack in packs]
                     taken = [buffer.take(pack) for pack in position["packs"]]
                     told = np.array([[*_numbers(samples), *buffer.given(samples)] for samples in taken])
-                    has_image = any(rank.has_image for rank in of_ranks)
-                    batches = [self._pack(samples, filler, has_image) for samples in taken]
+                    batches = [self._pack(samples, fillers, kinds) for samples in taken]
                 except Exception as error:  # the other ranks wait for an answer
                     told = failure_of(error)
             yield PlannedWindow(position, batches, np.stack(self.filling.heard(told)))
@@ -290,14 +304,15 @@ class StreamFeed:
         return oversized
 
 
-# A position, this rank's own, in JSON values but for the filler: the window that is trained (its number, the pass and
-# the first step it belongs to, its steps that are done); `filled` says that `buffer` is the state behind the window's
-# fill, from which the same window is planned again, and `packs` which samples its packs took. Where it is not filled,
-# the next window is drawn for and planned anew.
+# A position, this rank's own, in JSON values but for `fillers` (the smallest samples of kinds that the buffer lacks):
+# the window that is trained (its number, the pass and the first step it belongs to, its steps that are done); `filled`
+# says that `buffer` is the state behind the window's fill, from which the same window is planned again, and `packs`
+# which samples its packs took. Where it is not filled, the next window is drawn for and planned anew. `kinds` are those
+# of all ranks' samples so far, by the bits of `SampleLengths.kinds`.
 def _beginning(epoch: int, oversized: int) -> dict[str, Any]:
     """The position before the first window of a pass over the sources."""
     begun = {"epoch": epoch, "window": 0, "first_step": 0, "steps_done": 0, "oversized": oversized}
-    return begun | {"filled": False, "waited": 0, "filler": None, "buffer": None, "packs": []}
+    return begun | {"filled": False, "waited": 0, "kinds": 0, "fillers": {}, "buffer": None, "packs": []}
 
 
 def replanned(position: Mapping[str, Any], micro_batches: int) -> dict[str, Any]:
@@ -309,7 +324,8 @@ def replanned(position: Mapping[str, Any], micro_batches: int) -> dict[str, Any]
         trained = {number for pack in position["packs"][: done * micro_batches] for number in pack}
         held = [number for number in buffer["held"] if number not in trained]
         buffer = {**buffer, "held": held, "ended": False}
-    begun = {"window": position["window"] + 1, "first_step": position["first_step"] + done, "steps_done": 0}
+    # A source may be gone with all samples of a kind.
+    begun = {"window": position["window"] + 1, "first_step": position["first_step"] + done, "steps_done": 0, "kinds": 0}
     return {**position, **begun, "filled": False, "buffer": buffer, "packs": []}
 
 
@@ -328,7 +344,7 @@ def of_other_ranks(
     buffers, division = [each["buffer"] for each in found], found[0].get("division", [len(found)])
     if buffers[0] is None:  # nothing of the pass is drawn yet
         return found[0]
-    position = {**found[0], "division": [*division, num_ranks], "filler": None}
+    position = {**found[0], "division": [*division, num_ranks], "fillers": {}}
     return {**position, "buffer": taken_over(buffers, rank, num_ranks)}
 
 
@@ -352,19 +368,11 @@ def _changes(own: Mapping[str, Any], before: Mapping[str, Any], buffer: Mapping[
         yield f"sources without state_dict are read again from the start of their pass: {counts}"
 
 
-def _filler(samples: Mapping[int, BufferedSample], before: BufferedSample | None) -> BufferedSample | None:
-    """The smallest sample with an image that is at hand; else the filler before, or the smallest text."""
-    with_image = [sample for sample in samples.values() if sample.loads[0]]
-    if with_image or before is None:
-        return min(with_image or samples.values(), key=lambda sample: sample.loads, default=None)
-    return before
-
-
 def _numbers(samples: Sequence[BufferedSample]) -> tuple[int, ...]:
     """The numbers of ``PER_PACK``."""
-    loads = np.array([sample.loads for sample in samples], dtype=np.int64).reshape(-1, 3)
-    vision, tokens, targets = loads.sum(axis=0)
-    return vision, tokens, (loads[:, 1] ** 2).sum(), targets, len(samples)
+    loads = np.array([in_full(sample.loads) for sample in samples], dtype=np.int64).reshape(-1, 5)
+    vision, tokens, targets, _, sounds = loads.sum(axis=0)
+    return vision, tokens, (loads[:, 1] ** 2).sum(), targets, len(samples), sounds
 
 
 def _first_oversized(of_ranks: list[FullBuffer]) -> str:

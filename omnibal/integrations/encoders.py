@@ -16,7 +16,8 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDe
 
 from omnibal.errors import ConfigError
 from omnibal.families import FAMILIES
-from omnibal.formats.collate import GRIDS
+from omnibal.formats.collate import GRIDS, IGNORED
+from omnibal.integrations.leaks import plain_words
 from omnibal.integrations.packing import (
     LEAST_FRAMES,
     PER_IMAGE,
@@ -248,6 +249,21 @@ def known_phases(model: Any) -> list[str]:
     if family is None or family.sound_rule is None:
         return ["vision"]
     return ["sound", *(["vision"] if family.sees else [])]
+
+
+def blank_samples(model: Any) -> list[dict[str, Tensor]]:
+    """A text and the smallest sample of each other kind, for Qwen's models that see videos or hear; else none."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if "sound" not in known_phases(model) and videos_of(positions_of(model.config)) is None:
+        return []
+    # Of patches the fewest that make a token; of sound a convolution and a pooling halve the frames.
+    tokens = {"image": 1, "video": 1, "sound": ((LEAST_FRAMES - 1) // 2 - 1) // 2 + 1}
+    word = plain_words(model.config)[:1]
+    blanks: list[dict[str, Tensor]] = [{"input_ids": word}]
+    for kind, encoder in encoders_of(model).items():
+        ids = torch.cat([word, torch.full((tokens[kind],), encoder.token_id)])
+        blanks.append({"input_ids": ids, **encoder.blank()})
+    return [{**blank, "labels": torch.full_like(blank["input_ids"], IGNORED)} for blank in blanks]
 
 
 def phases_of(encoders: Mapping[str, EncoderAdapter]) -> list[str]:

@@ -10,9 +10,10 @@ from torch.utils.data import ConcatDataset, DataLoader
 from torch.utils.data import Dataset as TorchDataset
 from tqdm import tqdm
 
+from omnibal.data.kinds import Loads, in_full
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import DataError, said
-from omnibal.integrations.loading import Dataset, Loads, PlannedLoads, in_full
+from omnibal.integrations.loading import Dataset, PlannedLoads
 from omnibal.ranks import gather, place, run_on_all_ranks
 
 CHECKED_SAMPLES: Final = 16  # that each rank reads again before training, to check the stored lengths

@@ -11,32 +11,15 @@ from typing import Any, Protocol
 from warnings import warn
 
 import numpy as np
-import numpy.typing as npt
 
 from omnibal.cost import Load
+from omnibal.data.kinds import fillers_for, in_full, smallest_of_kinds
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.errors import DataError
 from omnibal.families.base import WINDOWS
 from omnibal.feeds.sampler import BalancedBatchSampler
-
-Loads = tuple[int, ...]
-"""Vision units, LLM tokens and target tokens of a sample; of one with videos also the vision units that they bring; of
-one with sounds beside images that and sound units."""
-
-
-def loads_of(images: int, videos: int, llm_tokens: int, target_tokens: int, sound_units: int = 0) -> Loads:
-    """Loads from the vision units of images and of videos; videos and sounds are named where there are any."""
-    loads = images + videos, llm_tokens, target_tokens
-    if sound_units:
-        return (*loads, videos, sound_units)
-    return (*loads, videos) if videos else loads
-
-
-def in_full(loads: Sequence[Any]) -> tuple[Any, ...]:
-    """Loads with the numbers of videos and of sounds, which are 0 where they were left out."""
-    return (*loads, 0, 0)[:5]
 
 
 class Pack(list[int]):
@@ -69,7 +52,7 @@ class PackSampler(BalancedBatchSampler):
     ) -> None:
         super().__init__(lengths, limits, **options)
         self._kinds = lengths.kinds
-        self._smallest = {int(kinds): _smallest(lengths, self._kinds == kinds) for kinds in np.unique(self._kinds)}
+        self._smallest = smallest_of_kinds(lengths)
         self._in_every_pack = reduce(or_, self._smallest, 0) if image_in_every_pack else 0
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -91,8 +74,13 @@ class PackSampler(BalancedBatchSampler):
         # All ranks run the ViT on a kind in a micro-batch, or none: hosts gather its weights or reduce its gradients
         # together.
         wanted = reduce(or_, kinds, self._in_every_pack)
-        fillers = (self._fillers(len(pack) == 0, has, wanted) for pack, has in zip(packs, kinds, strict=True))
-        return [Pack(pack.tolist(), found) for pack, found in zip(packs, fillers, strict=True)]
+        return [
+            Pack(pack.tolist(), fillers_for(self._smallest, self._size, has, wanted, is_empty=len(pack) == 0))
+            for pack, has in zip(packs, kinds, strict=True)
+        ]
+
+    def _size(self, sample: int) -> tuple[int, int]:
+        return int(self.lengths.vision_units[sample]), int(self.lengths.llm_tokens[sample])
 
     def packs_of_step(self, step: int) -> Packs:
         """The packs of a step without fillers, in the order of ``packs_of_all_ranks``."""
@@ -106,21 +94,6 @@ class PackSampler(BalancedBatchSampler):
         load = self.step(step).load(self.lengths)
         sizes = load.vision_units, load.llm_tokens, load.llm_tokens_squared, load.vision_squared
         return Load(*sizes, sound_units=load.sound_units)
-
-    def _fillers(self, is_empty: bool, has: int, wanted: int) -> list[int]:
-        """Samples that bring the kinds that a pack lacks, and none that the step has not."""
-        found = list[int]()
-        allowed = {kinds: sample for kinds, sample in self._smallest.items() if not kinds & ~wanted}
-        while missing := wanted & ~has:
-            one = missing & -missing  # a sample with this kind: where it is in the step, so is all that it comes with
-            found.append(self._least([sample for kinds, sample in allowed.items() if kinds & one]))
-            has |= int(self._kinds[found[-1]])
-        if is_empty and not found and allowed:
-            found.append(self._least([*allowed.values()]))
-        return found
-
-    def _least(self, samples: Sequence[int]) -> int:
-        return min(samples, key=lambda sample: (self.lengths.vision_units[sample], self.lengths.llm_tokens[sample]))
 
 
 @dataclass(frozen=True)
@@ -220,10 +193,3 @@ class PlannedLoads:
         if not self._warned:
             warn(f"{message}; trained as it is, and so will be all further ones", stacklevel=2)
             self._warned = True
-
-
-def _smallest(lengths: SampleLengths, chosen: npt.NDArray[np.bool_]) -> int:
-    """The sample with the fewest vision units, of several the one with the fewest tokens, the first of several."""
-    among = np.flatnonzero(chosen)
-    order = np.lexsort((lengths.llm_tokens[among], lengths.vision_units[among]))
-    return int(among[order[0]])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from omnibal.data.kinds import Loads, loads_of
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
@@ -27,7 +28,7 @@ from omnibal.integrations.lengths import (
     samples_to_check,
     with_sources,
 )
-from omnibal.integrations.loading import Dataset, Loads, PackedView, PackSampler, loads_of
+from omnibal.integrations.loading import Dataset, PackedView, PackSampler
 from omnibal.integrations.losses import loss_per_target
 from omnibal.integrations.packing import (
     FAMILIES,

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from omnibal.data.kinds import Loads, loads_of
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError, DataError
 from omnibal.families.base import WINDOWS
 from omnibal.formats.collate import IGNORED, MropeRule, Positions, mrope_positions
 from omnibal.integrations.apart import KINDS, TYPES, StatefulLayers, attend_by_bounds, mask_images
 from omnibal.integrations.leaks import PackingCheck, compare
-from omnibal.integrations.loading import Loads, PackItems, PlannedLoads, loads_of
+from omnibal.integrations.loading import PackItems, PlannedLoads
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 

@@ -13,13 +13,14 @@ from torch import Tensor, ones_like
 
 from omnibal.compiled import compiled
 from omnibal.cost import Load
+from omnibal.data.kinds import Loads, loads_of
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.errors import ConfigError
 from omnibal.families.base import WINDOWS
 from omnibal.formats.collate import IGNORED
-from omnibal.integrations.loading import Loads, PackItems, PackSampler, PlannedLoads, loads_of
+from omnibal.integrations.loading import PackItems, PackSampler, PlannedLoads
 from omnibal.integrations.packing import (
     Collator,
     PackCollator,

@@ -1,11 +1,13 @@
 """A loader for sources without an index, which may never end: packs are planned in a buffer on every rank."""
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 import torch
 
+from omnibal.data.kinds import NAMES, Loads, fillers_for, kinds_of
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.packing_spec import Oversized, Ranks
@@ -13,17 +15,9 @@ from omnibal.errors import DataError, integer, kind
 from omnibal.feeds.buffer import BufferedSample
 from omnibal.feeds.feed import Step
 from omnibal.feeds.stream import StreamFeed
-from omnibal.integrations.loading import Loads
+from omnibal.integrations.encoders import blank_samples
 from omnibal.integrations.loops import TOKEN_WEIGHT, ItemCollator, item_loads
-from omnibal.integrations.packing import (
-    PER_SOUND,
-    Collator,
-    PackCollator,
-    arguments_of,
-    check_packed,
-    positions_of,
-    two_texts,
-)
+from omnibal.integrations.packing import Collator, PackCollator, arguments_of, check_packed, positions_of, two_texts
 from omnibal.ranks import gather, new_gloo_group, place
 
 StreamCollator = PackCollator | ItemCollator
@@ -41,12 +35,15 @@ class StreamLoader:
         collator: StreamCollator,
         limits: PackLimits,
         *,
+        blanks: Sequence[Any] = (),
         micro_batches: int = 1,
         seed: int = 0,
         weigh_tokens: bool = True,
         **options: Any,
     ) -> None:
         self._collator, self._weigh_tokens = collator, weigh_tokens
+        made = [self._measured(held) for held in blanks]
+        self._blanks = {kinds_of(sample.loads): sample for sample in made}
         self.rank, self.num_replicas = place()
         self.feed = StreamFeed(
             sources,
@@ -56,6 +53,7 @@ class StreamLoader:
             gather=partial(gather, group=new_gloo_group()),
             rank=self.rank,
             num_ranks=self.num_replicas,
+            fills=not blanks,
             micro_batches=Ranks(self.num_replicas, micro_batches).micro_batches,
             seed=integer("seed", seed, 0),
             **options,
@@ -101,24 +99,21 @@ class StreamLoader:
         self._position = self.feed.position
 
     def _read(self, item: Any) -> BufferedSample:
-        held = self._collator.sample(item)
-        vision_units, llm_tokens, target_tokens, *others = self._collator.loads(held)
-        if others or PER_SOUND[0] in held:
-            kind = "a sound" if PER_SOUND[0] in held else "a video"
-            raise DataError(f"a sample of a stream must hold images and text, got {kind}; index the data for balance")
-        return BufferedSample(held, (vision_units, llm_tokens, target_tokens))
+        return self._measured(self._collator.sample(item))
 
-    def _batch(self, samples: list[BufferedSample], filler: BufferedSample | None, wants_image: bool) -> Any:
-        """A pack, with a filler where it is empty, or lacks an image that others have."""
-        held = [sample.held for sample in samples]
-        lacks_image = wants_image and not any(sample.loads[0] for sample in samples)
-        assert filler is not None, "some sample was drawn"
-        if lacks_image and not filler.loads[0]:
+    def _measured(self, held: Any) -> BufferedSample:
+        return BufferedSample(held, tuple(self._collator.loads(held)))
+
+    def _batch(self, samples: list[BufferedSample], drawn: Mapping[int, BufferedSample], wanted: int) -> Any:
+        """A pack, with fillers where it is empty, or lacks a kind of input that others have."""
+        has, smallest = reduce(or_, (kinds_of(sample.loads) for sample in samples), 0), self._blanks or drawn
+        if missing := wanted & ~reduce(or_, smallest, has):
+            kind = next(name for bit, name in NAMES.items() if missing & bit)
             raise DataError(
-                "a rank must have drawn an image where others have, got texts alone; mix sources so that all ranks do"
+                f"a rank must have drawn {kind} where others have, got none; mix sources so that all ranks do"
             )
-        if lacks_image or not samples:
-            held.append(self._collator.without_targets(filler.held))
+        fillers = fillers_for(smallest, lambda sample: sample.loads[:2], has, wanted, is_empty=not samples)
+        held = [*(sample.held for sample in samples), *(self._collator.without_targets(each.held) for each in fillers)]
         return self._collator.pack(held)
 
 
@@ -143,7 +138,8 @@ def balanced_stream(
 
     Call it on all ranks, behind ``init_process_group``. A thread draws into a buffer, measures what it draws, and plans
     packs such that all ranks have equally much to do; each rank trains on what it drew. A rank whose source has ended
-    runs fillers until all have. A pack without an image gets one of another sample without its targets.
+    runs fillers until all have. A pack without a kind of input (images, videos, sounds) that some rank has drawn runs
+    the smallest one along, without targets: made up for Qwen's models that see videos or hear, else drawn by the rank.
 
     Args:
         sources: An iterable of items, or several by name. Each rank gives its own; only a source with a length that is
@@ -153,7 +149,8 @@ def balanced_stream(
         limits: The most a pack may hold.
         model: The model that trains, of a family that packs: two texts are packed to check it. None where ``collate``
             flattens or pads a batch itself.
-        measure: Vision units, LLM tokens and target tokens of an item, for ``collate`` without ``model``.
+        measure: Vision units, LLM tokens and target tokens of an item, and its videos' vision units where the data have
+            videos, for ``collate`` without ``model``.
         mixture: What share each source gets, as a ``Mixture`` takes it; sources are then iterated anew when they end.
         buffer: Samples that a rank plans at a time. With those that are being trained it holds at most twice as many.
             Where samples are so short that they do not fill a step, it grows until they do.
@@ -171,6 +168,7 @@ def balanced_stream(
         DataError: While iterating, on all ranks alike: a source fails, is empty, or the same on two ranks.
     """
     collator: StreamCollator = ItemCollator(collate, measure)
+    blanks = [] if model is None else blank_samples(model)
     if model is not None:
         collator = PackCollator(collate, positions_of(model.config), arguments=arguments_of(model))
         check_packed(model, *two_texts(model.config))
@@ -179,6 +177,7 @@ def balanced_stream(
         collator,
         limits,
         buffer=buffer,
+        blanks=blanks,
         buffer_bytes=buffer_bytes,
         mixture=None if mixture is None else Mixture.of(mixture),
         micro_batches=micro_batches,

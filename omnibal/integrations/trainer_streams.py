@@ -19,6 +19,7 @@ from omnibal.errors import ConfigError, said
 from omnibal.feeds.buffer_plan import buffer_of
 from omnibal.feeds.sources import EveryNth, is_indexed, iterated
 from omnibal.feeds.stream import FATES, FREE
+from omnibal.integrations.encoders import blank_samples
 from omnibal.integrations.packing import PackCollator, arguments_of, positions_of, two_texts
 from omnibal.integrations.streams import StreamLoader
 from omnibal.integrations.trainer_hooks import (
@@ -61,6 +62,7 @@ def pack_stream(
         _sources(trainer, mixture),
         PackCollator(trainer.data_collator, positions_of(model.config), arguments=arguments_of(model)),
         limits,
+        blanks=blank_samples(model),
         mixture=mixture,
         oversized=oversized,
         buffer=buffer,
@@ -79,8 +81,8 @@ def pack_stream(
     keep_place(trainer, batches)
     if trainer.is_world_process_zero():
         print(
-            f"omnibal: {'a stream' if mixture is None else 'streams'} in packs of at most {limits.vision_units} vision "
-            f"units and {limits.llm_tokens} tokens, {buffer} samples of each rank planned at a time"
+            f"omnibal: {'a stream' if mixture is None else 'streams'} in packs of at most {limits.in_words}, "
+            f"{buffer} samples of each rank planned at a time"
         )
 
 

@@ -222,6 +222,13 @@ def streamed_run(config):
     return engine.global_steps, engine.global_samples, steps
 
 
+def streamed_weights(config):
+    """Losses of a run of ``initialize`` on JSON lines, and this stage's weights behind it."""
+    engine, *_ = initialize(config=config)
+    losses = [engine.train_batch().item() for _ in range(3)]
+    return {"losses": losses, "weights": weights_of(engine)}
+
+
 def _said(work):
     try:
         work()

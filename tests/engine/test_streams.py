@@ -1,17 +1,26 @@
 """Streams in the pipeline: all stages train on the same packs, resumed runs see the same samples, nothing hangs."""
 
 import itertools
+import json
 import re
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from omnibal.demo import write_model_folder
+from omnibal.demo.questions import vocabulary
+from omnibal.formats.conversations import open_dataset
 from tests.engine.cases import SGD, changed, settings
 from tests.engine.demo import demo_config
 from tests.engine.launch import launch
 from tests.engine.small import SHAPES, plain_gradients, plain_training, save_small_model, small_samples
 from tests.engine.streaming import LAST_STEP, SAVED_AT
+from tests.engine.test_families import ADAM, CLIPPING
+from tests.families.models import save_folder
+from tests.families.videos import make_clip
+from tests.vlm.families import plain_steps
 
 pytestmark = pytest.mark.distributed
 SOURCES = {"shapes": 0.4, "scenes": 0.2, "pairs": 0.2, "stories": 0.2}
@@ -174,3 +183,47 @@ def test_json_lines_are_trained_as_they_are_read(by_rank):
         for record in records:  # what the report draws
             assert {name: asked for name, (asked, _) in record["shares"].items()} == pytest.approx(SOURCES)
             assert sum(held for _, held in record["shares"].values()) == pytest.approx(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_json_lines_with_videos_train_as_plain_transformers(family, tmp_path):
+    """A step holds all samples of the lines: videos of two containers, an image, a list of frames, texts."""
+    write_model_folder(tmp_path / "demo", vocabulary())
+    save_folder(family, tmp_path / "model", tmp_path / "demo", weights=True)
+    make_clip(tmp_path / "a.mp4", 40, 30, 41, 10)
+    make_clip(tmp_path / "b.webm", 36, 48, 17, 25)
+    for name, size in {"c.png": (50, 40), "1.jpg": (32, 32), "2.jpg": (32, 32), "3.jpg": (32, 32)}.items():
+        Image.linear_gradient("L").resize(size).convert("RGB").save(tmp_path / name)
+    asked = [
+        ({"video": ["a.mp4", "b.webm"], "image": "c.png"}, "<video>\nWhat is <image> ?<video>", "the ball"),
+        ({"video": "b.webm"}, "<video>\nWhat is it ?", "one hat"),
+        ({"videos": [["1.jpg", "2.jpg", "3.jpg"]]}, "<video> What colour?", "red"),
+        ({}, "What colour?", "red"),
+    ]
+    lines = [
+        {**files, "conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]}
+        for files, question, answer in asked
+    ]
+    (tmp_path / "data.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    dataset = open_dataset(tmp_path / "data.jsonl", tmp_path / "model")
+    samples = [dataset[number] for number in range(len(dataset))]
+    for sample in samples:
+        ids = sample["input_ids"][None]
+        config = json.loads((tmp_path / "model" / "config.json").read_text())
+        kinds = (ids == config["image_token_id"]).long() + 2 * (ids == config["video_token_id"]).long()
+        sample |= {"attention_mask": torch.ones_like(ids), "mm_token_type_ids": kinds}
+    config = changed(settings(tmp_path / "model", num_stages=2), "packing", method="balanced")
+    config = changed(config, "packing", vision_units=2000, llm_tokens=1000)
+    config = {key: value for key, value in config.items() if key != "scheduler"}
+    config = changed(config, "data", train=str(tmp_path / "data.jsonl"), streaming=True, workers=0)
+    config = changed(config, "run", max_steps=3, epochs=1, output=str(tmp_path / "run"))
+    config |= {"optimizer": {"type": "AdamW", "params": ADAM | {"torch_adam": True}}, "gradient_clipping": CLIPPING}
+    losses, _, weights = plain_steps(tmp_path / "model", [samples] * 3, clipping=CLIPPING, **ADAM)
+    found = {}
+    for result in launch(2, "tests.engine.streaming:streamed_weights", config):
+        assert result["losses"] == pytest.approx(losses, rel=1e-4)
+        found |= result["weights"]
+    assert found.keys() == weights.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-3, atol=2e-5, msg=name)

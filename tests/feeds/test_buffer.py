@@ -45,6 +45,21 @@ def test_ranks_are_even_steps_are_random_and_no_sample_starves():
     assert age < 2 * 256
 
 
+def test_ranks_are_even_in_sounds_beside_images_and_keep_their_limit():
+    rng, count = np.random.default_rng(0), 4_000
+    kind = rng.random(count)
+    vision = np.where(kind < 0.45, rng.integers(200, 2000, count), 0)
+    sounds = np.where((kind > 0.4) & (kind < 0.7), rng.integers(20, 1500, count), 0)
+    tokens = rng.integers(20, 400, count) + vision // 4 + sounds // 2
+    lengths, limits = SampleLengths(vision, tokens, sound_units=sounds), PackLimits(8000, 6000, sound_units=3000)
+    packs, _ = simulate_buffers(lengths, limits, num_ranks=4, buffer=128, least_windows=3, least_steps=0)
+    steps, load = np.arange(len(packs)).reshape(-1, 4), packs.load(lengths)
+    assert load.sound_units.max() <= 3000
+    # About 0.1 where ranks do not agree on sounds.
+    ratios = [dist_ratio(units[steps]) for units in (load.vision_units, load.sound_units, DEFAULT_COST(load))]
+    assert max(ratios) < 0.04, ratios
+
+
 def test_a_window_holds_what_ranks_agreed_on_and_takes_what_is_left_from_the_emptiest_buffer():
     full, half = BufferLoad(40.0, 400.0, 4000.0, False), BufferLoad(20.0, 200.0, 2000.0, False)
     aim = agree([full, half], 2)

@@ -10,14 +10,18 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from omnibal.cost import CostModel
+from omnibal.data.kinds import kinds_of
 from omnibal.dispatch.step_plan import Costs, PhaseCosts
 from omnibal.errors import ConfigError
+from omnibal.integrations.encoders import blank_samples
 from omnibal.integrations.losses import loss_per_target
-from omnibal.integrations.packing import PackCollator
+from omnibal.integrations.packing import PackCollator, arguments_of, positions_of
 from omnibal.integrations.rearranging import RearrangedModel
 from omnibal.integrations.rearranging_loader import RearrangingLoader, _costs_of
 from tests.engine.launch import launch
+from tests.integrations.items import Collate, config_of, items_of
 from tests.integrations.test_rearranging import LEARNING_RATE, trained_under
+from tests.vlm.families import plain_family_model
 
 IMAGE, CLIP, SOUND, WORDS = 1, 2, 3, 4
 PATCH, BAND, HIDDEN = 6, 5, 16
@@ -168,6 +172,26 @@ def test_several_encoders_train_as_plain_samples_do():
 @pytest.mark.distributed
 def test_several_encoders_train_as_plain_samples_do_on_four_ranks_and_on_pairs_of_them():
     check(4, ["ddp", "fsdp", "zero1", "zero3"])
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_audio", "qwen2_5_omni_thinker"])
+def test_blank_samples_run_each_encoder_and_change_nothing(family):
+    model = plain_family_model(config_of(family)).double()
+    collator = PackCollator(Collate(family), positions_of(model.config), arguments=arguments_of(model))
+    text, blanks = collator.sample(items_of(family)[1]), blank_samples(model)
+    kinds = [kinds_of(collator.loads(blank)) for blank in blanks]
+    assert kinds == {"qwen2_audio": [0, 1], "qwen2_5_omni_thinker": [0, 4, 1]}.get(family, [0, 1, 2])
+    found = []
+    for samples in ([text], [text, *blanks]):
+        pack = collator.pack(samples)
+        loss_per_target(model(**pack), pack.pop("labels")).backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        model.zero_grad()
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained - found[1].keys() <= {"model.audio_tower.audio_bos_eos_token.weight"}  # which no sound reaches
+    for name, gradient in found[1].items():
+        expected = found[0].get(name, torch.zeros_like(gradient))
+        torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12, msg=name)
 
 
 def test_costs_are_of_the_encoders_there_are():

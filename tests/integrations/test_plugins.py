@@ -10,11 +10,12 @@ import torch
 
 import omnibal
 from omnibal.errors import ConfigError
+from omnibal.integrations.packing import PER_IMAGE
 from omnibal.integrations.plugins.llama_factory import use_packs
-from tests.families.models import small_config
-from tests.integrations.items import Collate, items_of
-from tests.vlm.families import IMAGE_TOKEN, plain_backward, plain_family_model
+from tests.integrations.items import Collate, config_of, items_of, items_of_kinds
+from tests.vlm.families import plain_backward, plain_family_model
 
+KINDS = {"images": "pixel_values", "videos": "pixel_values_videos", "audios": "input_features"}
 PLUGINS = Path(omnibal.__path__[0]) / "integrations" / "plugins"
 
 
@@ -23,15 +24,25 @@ class Mixin:
 
 
 class Factory:
-    """LLaMA-Factory's collator: it takes fields out of what it gets, and hides a blank image behind plain texts."""
+    """LLaMA-Factory's collator takes fields out of what it gets, and hides a blank image or sound behind others."""
+
+    def __init__(self, family, hidden):
+        self.family, self.hidden = family, hidden
 
     def __call__(self, items):
-        blank = [torch.zeros(1, 3, 16, 16)] if not any(item.pop("images") for item in items) else []
-        batch = Collate("internvl")(items) | {"position_ids": torch.zeros(1, 8)}
-        if blank:
-            for name, value in (("input_ids", IMAGE_TOKEN), ("labels", -100), ("attention_mask", 0)):
-                batch[name] = torch.nn.functional.pad(batch[name], (0, 4), value=value)
-            batch["pixel_values"] = blank[0]
+        has = {kind for kind in KINDS if any([item.pop(kind) for item in items])}
+        batch = Collate(self.family)(items) | {"position_ids": torch.zeros(1, 8)}
+        batch.pop("mm_token_type_ids", None)
+        for kind, item in self.hidden.items():
+            if not has & ({"images", "videos"} if kind == "images" else {kind}):
+                blank = Collate(self.family)([item])
+                blank |= {
+                    "attention_mask": 0 * blank["attention_mask"],
+                    "labels": torch.full_like(blank["labels"], -100),
+                }
+                for name in ("input_ids", "labels", "attention_mask"):
+                    batch[name] = torch.cat([batch[name], blank.pop(name)], dim=1)
+                batch |= {name: value for name, value in blank.items() if name in PER_IMAGE}
         return batch
 
 
@@ -72,16 +83,31 @@ def test_limits_are_two_numbers(swift, trainer, monkeypatch, limits):
         trainer.get_train_dataloader()
 
 
-def test_llama_factory_trains_samples_as_they_are(trainer, monkeypatch):
-    monkeypatch.setenv("OMNIBAL_LIMITS", "4,40")
-    items, model, own = items_of("internvl"), plain_family_model(small_config("internvl")), Factory()
-    trainer.train_dataset = [item | {"images": [] if item["pixel_values"] is None else ["a.png"]} for item in items]
+@pytest.mark.parametrize(
+    ("family", "kinds", "hidden", "limits"),
+    [
+        ("internvl", None, {"images": 0}, "4,40"),
+        ("qwen2_5_vl", ("video", "", "image+video", "image", "video+video", ""), {"images": 3}, "300,60"),
+        ("qwen2_5_omni_thinker", ("sound", "", "image+sound", "image"), {"images": 3, "audios": 0}, "80,60"),
+    ],
+)
+def test_llama_factory_trains_samples_as_they_are(family, kinds, hidden, limits, trainer, monkeypatch):
+    monkeypatch.setenv("OMNIBAL_LIMITS", limits)
+    items = items_of(family) if kinds is None else items_of_kinds(family, kinds)
+    own = Factory(family, {kind: items[number] for kind, number in hidden.items()})
+    model = plain_family_model(config_of(family))
+    trainer.train_dataset = [
+        item | {kind: ["a file"] if item.get(name) is not None else [] for kind, name in KINDS.items()}
+        for item in items
+    ]
     trainer.data_collator, trainer.model = own, model
     use_packs(trainer)
     assert trainer.data_collator is own
     loader = trainer.get_train_dataloader()
-    packs = loader.pack_sampler.packs_of_all_ranks(0)
-    batches = [batch for batch, _ in zip(loader, packs, strict=False)]
+    packs = [
+        pack for step in range(loader.pack_sampler.num_steps) for pack in loader.pack_sampler.packs_of_all_ranks(step)
+    ]
+    batches = [batch for batch, _ in zip(loader, packs, strict=True)]
     targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
     found = 0
     for batch in batches:

@@ -21,6 +21,7 @@ from omnibal.feeds.buffer import BufferedSample, SampleBuffer
 from omnibal.integrations.loops import balanced_loader, pack_loss
 from omnibal.integrations.streams import balanced_stream
 from omnibal.integrations.trainer_streams import Stream
+from omnibal.vlm.weights import check_data, load_data
 from tests.engine.launch import launch
 from tests.families.models import small_config
 from tests.integrations.items import Collate, items_of
@@ -492,6 +493,45 @@ def test_sources_go_on_by_name_where_one_is_added_and_one_is_gone():
     assert taken(last, 40) == taken(again, 40)
 
 
+def early(number):
+    """Images and videos in the beginning alone."""
+    found = item(number, images=number < 20)
+    if number in (3, 9):
+        found["pixel_values_videos"] = torch.zeros(3, 1)
+    return found
+
+
+def shown(batch):
+    """Samples of a batch, its fillers among them, and whether each shows images and videos."""
+    pixels = [[sample.get(name) is not None for name in ("pixel_values", "pixel_values_videos")] for sample in batch]
+    return [(int(sample["input_ids"][0]), *of) for sample, of in zip(batch, pixels, strict=True)]
+
+
+def test_a_kind_once_drawn_is_in_all_packs_and_a_run_that_goes_on_has_the_same_fillers(tmp_path):
+    def loader():
+        return stream_of(Numbered(early))
+
+    whole, begun, again = [shown(batch) for batch in itertools.islice(loader(), 80)], loader(), loader()
+    assert all(all(map(any, list(zip(*batch, strict=True))[1:])) for batch in whole)
+    taken(begun, 60)
+    state = begun.state_dict()
+    assert sorted(state["fillers"]) == [1, 3]
+    assert state["kinds"] == 3
+    torch.save(state, tmp_path / "state.pt")
+    check_data(tmp_path / "state.pt")
+    again.load_state_dict(load_data(tmp_path / "state.pt"))
+    assert [shown(batch) for batch in itertools.islice(again, 20)] == whole[60:]
+    # A state of earlier versions had one filler at most, with an image.
+    of_image = BufferedSample(*state.pop("fillers")[1])
+    last = loader()
+    last.load_state_dict({**{name: value for name, value in state.items() if name != "kinds"}, "filler": of_image})
+    old = [[of[:2] for of in shown(batch)] for batch in itertools.islice(last, 20)]
+    assert [numbers_ for batch in old for numbers_, is_image in batch if not is_image] == [
+        number for batch in whole[60:] for number, is_image, is_video in batch if not is_image and not is_video
+    ]
+    assert all(any(is_image for _, is_image in batch) for batch in old)
+
+
 def test_another_mixture_is_told_and_holds():
     begun = stream_of({"a": Counting(), "b": Counting(10_000)}, mixture={"a": 1, "b": 1})
     taken(begun, 60)
@@ -651,7 +691,7 @@ def test_two_ranks_that_draw_for_themselves():
     assert told[0][0] == "rank 1: source 'data': shard 7 is gone"
     assert told[0][1].startswith("source 'dead' must bring samples, got none for 0 s on rank 1")
     assert told[0][2].startswith("ranks must draw samples of their own, got the same first ones on ranks 0 and 1")
-    assert told[0][3].startswith("rank 1: a rank must have drawn an image where others have, got texts alone")
+    assert told[0][3].startswith("rank 1: a rank must have drawn an image where others have, got none")
     assert resumed_ == (True, True)
     assert shortened_[0][0] == shortened_[1][0]
     assert [numbers for _, numbers in shortened_] == [[*range(2000, 2400)], [*range(1, 2000)]]

@@ -100,7 +100,10 @@ class Endless(IterableDataset):
         while True:
             self.read.append(self.next)
             self.next += 1
-            yield self.items[(self.next - 1) ** 2 % len(self.items)]
+            yield self.item(self.next - 1)
+
+    def item(self, number):
+        return self.items[number**2 % len(self.items)]
 
     def state_dict(self):
         return {"next": self.next}

@@ -1,6 +1,7 @@
 """transformers.Trainer on two gloo processes that pack a stream."""
 
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ pytest.importorskip("accelerate")
 
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations import trainer_streams
-from omnibal.integrations.packing import PackCollator
+from omnibal.integrations.packing import PER_IMAGE, PackCollator
 from omnibal.integrations.transformers import balance, balance_stream, rearrange
 from tests.engine.launch import launch
-from tests.integrations.items import items_of
+from tests.integrations.items import items_of, items_of_kinds
+from tests.integrations.sounds import SOUND_MODELS
 from tests.integrations.test_trainer_rearranging import Endless
 from tests.integrations.trainers import (
     LEARNING_RATE,
@@ -29,6 +31,14 @@ from tests.integrations.trainers import (
 from tests.vlm.families import plain_backward
 
 BUFFER = 40
+UNLIKE = {
+    "qwen2_vl": ("video", "image", "video+video", ""),
+    "qwen2_5_vl": ("video", "image", "video+video", ""),
+    "qwen3_vl": ("video", "image", "video+video", ""),
+    "qwen2_audio": ("sound", "", "sound+sound", ""),
+    "qwen2_5_omni_thinker": ("sound", "image", "sound+sound", ""),
+}
+"""Kinds of samples that two ranks draw in turns: one never has what the other has."""
 
 
 class Noting(PackCollator):
@@ -41,16 +51,27 @@ class Noting(PackCollator):
         return super().pack(samples)
 
 
-def trainer_on_stream(case, folder, **options):
+class Unlike(Endless):
+    """A stream of ``UNLIKE`` kinds, over and over."""
+
+    def __init__(self, family):
+        super().__init__(family)
+        self.items = items_of_kinds(family, UNLIKE[family] * 3)
+
+    def item(self, number):
+        return self.items[number % len(self.items)]
+
+
+def trainer_on_stream(case, folder, stream=Endless, **options):
     trainer = trainer_of(case, folder, **options)
-    trainer.train_dataset = Endless(case.family)
+    trainer.train_dataset = stream(case.family)
     return trainer
 
 
-def check_exact(case, folder):
+def check_exact(case, folder, stream=Endless):
     """Three steps: the weights of plain transformers on the same samples, one by one."""
     plain = case.plain()
-    trainer = trainer_on_stream(case, folder, max_steps=3, logging_strategy="steps", logging_steps=1)
+    trainer = trainer_on_stream(case, folder, stream, max_steps=3, logging_strategy="steps", logging_steps=1)
     weights = Weights(trainer)
     trainer.add_callback(weights)
     Noting.packs = []
@@ -61,7 +82,7 @@ def check_exact(case, folder):
     optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=LEARNING_RATE)
     for step in range(3):
         packs = [pack for packs in of_ranks for pack in packs[2 * step : 2 * step + 2]]
-        plain_backward(plain, [{"pixel_values": None, **sample} for pack in packs for sample in pack])
+        plain_backward(plain, [alone(case.family, sample) for pack in packs for sample in pack])
         optimizer.step()
         optimizer.zero_grad()
     assert_close(weights.steps[-1], weights_of(plain))
@@ -71,6 +92,18 @@ def check_exact(case, folder):
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert all(0 <= entry["dist_ratio_tokens"] < 1 and entry["oversized"] >= 0 for entry in logged)
     assert len(logged) == 3
+    if stream is Unlike:
+        kinds = [
+            {name for pack in packs for sample in pack for name in sample if name in PER_IMAGE} for packs in of_ranks
+        ]
+        assert kinds[0]
+        assert not kinds[0] & kinds[1]
+
+
+def alone(family, sample):
+    """A packed sample as transformers takes it; Qwen2.5-Omni counts positions in three rows only under a mask."""
+    mask = {"attention_mask": torch.ones(1, len(sample["input_ids"]))} if family in SOUND_MODELS else {}
+    return {"pixel_values": None, **sample, **mask}
 
 
 class Passes:
@@ -110,18 +143,40 @@ def check_mixture(case, folder):
     assert shares == pytest.approx([0.5, 0.25, 0.25], abs=0.05)
 
 
-def train_cases(folder):
-    """On each process."""
+@contextmanager
+def noting():
     kept = trainer_streams.PackCollator, trainer_streams.buffer_of
     trainer_streams.PackCollator, trainer_streams.buffer_of = Noting, lambda _: BUFFER
     try:
         with accelerate_afresh():
-            check_exact(Case("internvl"), folder / "exact")
-            check_exact(Case("qwen3_vl", "zero3", lora=True), folder / "zero3")
-            check_mixture(Case("internvl"), folder / "mixed")
+            yield
     finally:
         trainer_streams.PackCollator, trainer_streams.buffer_of = kept
+
+
+def train_cases(folder):
+    """On each process."""
+    with noting():
+        check_exact(Case("internvl"), folder / "exact")
+        check_exact(Case("qwen3_vl", "zero3", lora=True), folder / "zero3")
+        check_exact(Case("qwen2_5_vl"), folder / "videos", Unlike)
+        check_exact(Case("qwen2_5_omni_thinker", "zero3"), folder / "sounds", Unlike)
+        check_mixture(Case("internvl"), folder / "mixed")
     return True
+
+
+def train_unlike(folder, family):
+    with noting():
+        for layout in ("ddp", "zero2", "zero3", "fsdp"):
+            check_exact(Case(family, layout), folder / layout, Unlike)
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("family", UNLIKE)
+def test_a_rank_of_videos_or_sounds_trains_beside_one_of_images_and_texts(family, tmp_path):
+    assert launch(2, "tests.integrations.test_trainer_streams:train_unlike", tmp_path, family) == [True, True]
 
 
 @pytest.mark.distributed

@@ -37,6 +37,7 @@ LIMITS = {
     "qwen2_5_omni_thinker": PackLimits(80, 90, sound_units=60),
 }
 LAYERS = {"internvl": ["Qwen2DecoderLayer", "InternVLVisionLayer"], "qwen2_5_vl": ["Qwen2_5_VLDecoderLayer"]}
+LAYERS["qwen2_vl"], LAYERS["qwen3_vl"] = ["Qwen2VLDecoderLayer"], ["Qwen3VLTextDecoderLayer"]
 LAYERS["qwen2_audio"] = ["Qwen2DecoderLayer", "Qwen2AudioEncoderLayer"]
 LAYERS["qwen2_5_omni_thinker"] = ["Qwen2_5OmniDecoderLayer", "Qwen2_5OmniAudioEncoderLayer"]
 

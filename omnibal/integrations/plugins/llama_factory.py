@@ -11,7 +11,7 @@ from typing import Any
 
 from omnibal.integrations.loops import replace_loader
 from omnibal.integrations.losses import loss_per_target
-from omnibal.integrations.packing import PER_IMAGE, PER_TOKEN
+from omnibal.integrations.packing import PER_IMAGE, PER_SOUND, PER_TOKEN
 from omnibal.integrations.plugins import given_limits
 
 KEPT = (*PER_TOKEN, *PER_IMAGE, "attention_mask")
@@ -23,7 +23,7 @@ def one_sample(
     image_token: int | None,
     video_token: int | None = None,
 ) -> dict[str, Any]:
-    """LLaMA-Factory's batch of one sample, without its positions and the blank image that it hides under the mask.
+    """LLaMA-Factory's batch of one sample, without its positions and what blank input it hides by the mask.
 
     Args:
         collate: LLaMA-Factory's collator, which removes fields from its argument.
@@ -37,8 +37,11 @@ def one_sample(
         batch["mm_token_type_ids"] = (ids == image_token).long()
         if video_token is not None:
             batch["mm_token_type_ids"] += 2 * (ids == video_token).long()
-    wanted = KEPT if any(item.get("images") or item.get("videos") for item in items) else (*PER_TOKEN, "attention_mask")
-    return {name: batch[name] for name in wanted if name in batch}
+    seen, heard = (
+        any(item.get(kind) for item in items for kind in kinds) for kinds in (("images", "videos"), ("audios",))
+    )
+    hidden = {name for name in PER_IMAGE if not (heard if name in PER_SOUND else seen)}
+    return {name: batch[name] for name in KEPT if name in batch and name not in hidden}
 
 
 def use_packs(trainer: Any) -> None:
