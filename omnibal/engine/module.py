@@ -23,7 +23,8 @@ from omnibal.ranks import gather, run_on_all_ranks
 from omnibal.vlm.attention import sample_lengths
 from omnibal.vlm.backward import run_layer
 from omnibal.vlm.payload import PackCounts, Payload, note_counts
-from omnibal.vlm.tensor import COUNTED, TensorGroup, own_state, share_layer
+from omnibal.vlm.tensor import COUNTED, own_state, share_layer
+from omnibal.vlm.tensor_group import TensorGroup
 from omnibal.vlm.weights import load_layer
 
 PLACEHOLDER: Final = "placeholder"  # in place of a name on disk

@@ -36,7 +36,6 @@ def analytic_profile(
     *,
     dtype: str = "bfloat16",
     tensor_parallel: int | Mapping[str, int] = 1,
-    sequence_parallel: bool = False,
     frozen: Collection[str] = (),
 ) -> ModelProfile:
     """Costs of a model's layers on a device by counting operations and bytes.
@@ -46,15 +45,15 @@ def analytic_profile(
         device: What they run on.
         dtype: Precision of the forward pass.
         tensor_parallel: Devices of one node that share each layer, as Megatron-LM splits it: one number, or one each of
-            ``"vision"`` (the projector with it) and ``"language"``.
-        sequence_parallel: Whether these devices also share the tokens of what is not split, norms and residuals
-            (Korthikanti et al., 2022): the same bytes are sent, and each device keeps its share of them.
+            ``"vision"`` (the projector with it) and ``"language"``. In blocks they also share the tokens of norms and
+            residuals.
         frozen: What is not trained, as ``check_frozen`` takes it.
 
     Raises:
         ConfigError: A number is out of range, or a degree does not divide the heads or the width of a layer.
 
-    Source of the split: Shoeybi et al., "Megatron-LM" (2019), section 3.
+    Source of the split: Shoeybi et al., "Megatron-LM" (2019), section 3; of the tokens' Korthikanti et al., "Reducing
+    Activation Recomputation in Large Transformer Models" (2022), section 4.2.2.
     """
     # Matrix products run at ``device.fraction`` of the peak, whatever their sizes. Attention is counted within samples,
     # and causal in the language model. Norms and activation functions are thought of as part of the fraction;
@@ -67,9 +66,7 @@ def analytic_profile(
         raise ConfigError(f"dtype must be one of {', '.join(ELEMENT_BYTES)}, got {dtype!r}")
     degrees = degrees_of(tensor_parallel)
     parts = check_frozen(records, frozen)
-    units = [
-        _Unit(device, ELEMENT_BYTES[dtype], degree_of(degrees, record.module), sequence_parallel) for record in records
-    ]
+    units = [_Unit(device, ELEMENT_BYTES[dtype], degree_of(degrees, record.module)) for record in records]
     works = [_WORK[record.kind](_split_sizes(record, unit.degree)) for record, unit in zip(records, units, strict=True)]
     # Nothing comes before what an encoder reads: pixels, or frames of sound.
     before = [
@@ -123,6 +120,10 @@ def _with_sums(layer: LayerCost, counted: LayerCost, faster: LayerCost) -> Layer
 _ENTRIES = ("patch_embedding", "sound_embedding")
 # Layers that every tensor rank has and computes as a whole.
 _NOT_SPLIT = (*_ENTRIES, "final_norm")
+# What tensor ranks send for a block, in all-reduces of its hidden states; a gather or a scatter is half of one. Forward
+# they gather tokens for attention, MLP and the block's output, and scatter two sums; backward the other way round.
+# Recomputation gathers the block's input, and not its output.
+_BLOCK_SUMS = 2.5
 
 
 def _split_sizes(record: LayerRecord, degree: int) -> Mapping[str, int]:
@@ -195,7 +196,7 @@ class _Work:
 class _Unit:
     """What operations, bytes and sums take on the devices that share a layer."""
 
-    def __init__(self, device: Device, element_bytes: int, degree: int, sequence_parallel: bool) -> None:
+    def __init__(self, device: Device, element_bytes: int, degree: int) -> None:
         if device.flops_per_second is None or device.memory_bytes_per_second is None:
             raise ConfigError(
                 f"device {device.name} must have flops_per_second and memory_bytes_per_second to count costs, "
@@ -207,11 +208,10 @@ class _Unit:
         self.element_bytes = element_bytes
         self.degree = degree
         self.share = 1 / degree
-        self.whole = self.share if sequence_parallel else 1.0
-        # An all-reduce moves 2 (t - 1) / t times its bytes over each device's link; so do the reduce-scatter and the
-        # all-gather that take its place under sequence parallelism. Nothing is computed meanwhile: Megatron-LM hides
-        # a part of the backward ones behind weight gradients. Their latency is not counted, nor what norms over the
-        # width of split heads (InternViT-6B's) and adapters sum, which is small.
+        # An all-reduce moves 2 (t - 1) / t times its bytes over each device's link; a reduce-scatter and an all-gather
+        # half of that each. Nothing is computed meanwhile: Megatron-LM hides a part of the backward ones behind weight
+        # gradients. Their latency is not counted, nor what norms over the width of split heads (InternViT-6B's) and
+        # adapters sum, which is small.
         elements_per_second = device.link_bytes_per_second * ALL_REDUCE_FRACTION / element_bytes
         self.reduce_seconds = 2 * (degree - 1) / degree / elements_per_second
 
@@ -219,10 +219,7 @@ class _Unit:
 def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, unit: _Unit, *, trained: int) -> LayerCost:
     # Norms and biases of split layers, at most 0.1 % of their parameters, are counted as split.
     split = 1.0 if record.kind in _NOT_SPLIT else unit.share
-    whole = unit.whole if before is not None else 1.0  # pixels are whole on each tensor rank
-    operation, element, whole_element = (
-        unit.operation_seconds * split, unit.element_bytes * split, unit.element_bytes * whole,
-    )  # fmt: skip
+    operation, element, whole_element = unit.operation_seconds * split, unit.element_bytes * split, unit.element_bytes
     traffic = unit.byte_seconds * element * work.traffic + unit.byte_seconds * whole_element * work.whole_traffic
     adapters, ranks, dropped = (record.sizes.get(name, 0) for name in ADAPTER_SIZES)
     # Operations, forward; backward to the inputs and to the weights take as many each.
@@ -243,10 +240,12 @@ def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, unit: _U
     # of an adapter what its first matrix puts out; under dropout its own input and a byte for each number of it
     beside_kept = element * (ranks + dropped) * work.rows + split * dropped * work.rows
     kept = element * work.saved + split * _FLOAT32_BYTES * work.saved_float32 + beside_kept
-    kept += whole_element * work.whole_saved + whole * _FLOAT32_BYTES * work.whole_saved_float32
-    # a recomputed layer keeps its input, and a feature that it passes on if the layer before has made it, which the
-    # layers behind it keep too; the first one keeps nothing else anyway
-    kept_recomputed = whole_element * (before.output + before.feature if before else work.whole_saved)
+    kept += whole_element * work.whole_saved + _FLOAT32_BYTES * work.whole_saved_float32
+    # a recomputed layer keeps its input, of which tensor ranks have parts in blocks, and a feature that it passes on if
+    # the layer before has made it, which the layers behind it keep too; the first one keeps nothing else anyway
+    kept_recomputed = whole_element * (before.feature if before else work.whole_saved)
+    if before:
+        kept_recomputed += (element if record.kind.endswith("_block") else whole_element) * before.output
     recompute = {"full": forward}
     if work.at_once:
         forward, backward, recompute = forward + backward, CostModel(), {"full": CostModel()}
@@ -314,28 +313,26 @@ def _vision_block(sizes: Mapping[str, int]) -> _Work:
         products=CostModel(vision_units=2 * tokens * (4 * hidden * query + matrices * hidden * intermediate)),
         attention=4 * query * pairs,
         # queries, keys, values (where queries and keys are turned, with what they were), attention's output; the MLP's
-        # activation and its inputs; of norms of queries and keys what is multiplied by the weight
+        # activation and its inputs; of norms of queries and keys what is multiplied by the weight. Of two norms the
+        # input or (RMS) what is multiplied by the weight; the residual branches that are scaled
         saved=CostModel(
             vision_units=tokens
             * (
                 (4 + 2 * sizes.get("rotary", 0) + sizes["qk_norms"]) * query
                 + sizes.get("kept_in_mlp", 2) * intermediate
+                + (2 + sizes.get("residual_scales", 2)) * hidden
             )
         ),
-        # of two norms the output, and the input or (RMS) what is multiplied by the weight; the residual branches that
-        # are scaled; what a final norm reads
-        whole_saved=CostModel(
-            vision_units=tokens * (4 + sizes.get("residual_scales", 2) + sizes.get("final_norms", 0)) * hidden
-        ),
-        saved_float32=CostModel(vision_units=tokens * sizes["qk_norms"] * query),
-        whole_saved_float32=CostModel(vision_units=tokens * sizes["rms_norms"] * hidden),
+        # outputs of two norms, gathered for weight gradients; what a final norm reads
+        whole_saved=CostModel(vision_units=tokens * (2 + sizes.get("final_norms", 0)) * hidden),
+        saved_float32=CostModel(vision_units=tokens * (sizes["qk_norms"] * query + sizes["rms_norms"] * hidden)),
         # attention's output, the MLP's activation; the gradients of queries, keys, values and of the MLP's first
         # products
         pending=CostModel(vision_units=tokens * (4 * query + matrices * intermediate)),
         # outputs of two norms; the gradients of what attention and the MLP add
         whole_pending=CostModel(vision_units=4 * tokens * hidden),
-        reduced=CostModel(vision_units=2 * tokens * hidden),
-        reduced_backward=CostModel(vision_units=2 * tokens * hidden),
+        reduced=CostModel(vision_units=_BLOCK_SUMS * tokens * hidden),
+        reduced_backward=CostModel(vision_units=_BLOCK_SUMS * tokens * hidden),
         output=CostModel(vision_units=tokens * hidden),
         rows=CostModel(vision_units=tokens),
     )
@@ -396,17 +393,17 @@ def _decoder_block(sizes: Mapping[str, int]) -> _Work:
         ),
         attention=CostModel(llm_tokens_squared=2 * query),  # half of all pairs of tokens, 2 products, 2 operations each
         # queries, keys, values, attention's output; the MLP's gate, its activation, the other branch, their product; of
-        # norms of queries and keys the output before the weight; whole of two norms the output before and after it
-        saved=CostModel(llm_tokens=2 * query + 2 * key_value + 4 * intermediate + normed),
-        whole_saved=CostModel(llm_tokens=4 * hidden + copies),
-        saved_float32=CostModel(llm_tokens=normed),
-        whole_saved_float32=CostModel(llm_tokens=2 * hidden + experts),  # the router's probabilities
+        # norms of queries and keys the output before the weight; of two norms alike, and gathered the output after it
+        saved=CostModel(llm_tokens=2 * query + 2 * key_value + 4 * intermediate + normed + 2 * hidden),
+        whole_saved=CostModel(llm_tokens=2 * hidden + copies),
+        saved_float32=CostModel(llm_tokens=normed + 2 * hidden),
+        whole_saved_float32=CostModel(llm_tokens=experts),  # the router's probabilities
         # attention's output, the MLP's product; the gradients of queries, keys, values, gate and other branch
         pending=CostModel(llm_tokens=query + intermediate + query + 2 * key_value + 2 * intermediate),
         # outputs of two norms; the gradients of what attention and the MLP add
         whole_pending=CostModel(llm_tokens=4 * hidden + copies),
-        reduced=CostModel(llm_tokens=2 * hidden),
-        reduced_backward=CostModel(llm_tokens=2 * hidden),
+        reduced=CostModel(llm_tokens=_BLOCK_SUMS * hidden),
+        reduced_backward=CostModel(llm_tokens=_BLOCK_SUMS * hidden),
         output=CostModel(llm_tokens=hidden),
         rows=CostModel(llm_tokens=1),
     )

@@ -26,7 +26,7 @@ from transformers.masking_utils import sdpa_mask
 
 from omnibal.errors import ConfigError, DataError
 from omnibal.vlm.payload import PackCounts, counts_of, note_counts
-from omnibal.vlm.tensor import own_stream
+from omnibal.vlm.tensor_group import own_stream
 
 PACKED_ATTENTION = "omnibal_packed"
 

@@ -53,11 +53,21 @@ def run_layer(layer: nn.Module, payload: Payload, level: Level) -> Payload:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     # checkpoint sees only tensors that are arguments themselves: inside a record their gradients would be lost.
     layout = SentTensors.of(payload)
-    return checkpoint(_run_tensors, layer, layout, *layout.flatten(payload), use_reentrant=False, **options)  # type: ignore[no-any-return]
+    # Of the input of a block that tensor ranks share this rank's tokens are kept.
+    restored, tokens = None, getattr(layer, "shared_tokens", None)
+    if tokens is not None:
+        own, restored = tokens.kept_part(payload.hidden)
+        payload = payload.replace(hidden=own)
+    return checkpoint(_run_tensors, layer, layout, restored, *layout.flatten(payload), use_reentrant=False, **options)  # type: ignore[no-any-return]
 
 
-def _run_tensors(layer: nn.Module, layout: SentTensors, *tensors: Tensor) -> Payload:
-    return layer(layout.build(tensors))  # type: ignore[no-any-return]
+def _run_tensors(
+    layer: nn.Module, layout: SentTensors, restored: Callable[[Tensor], Tensor] | None, *tensors: Tensor
+) -> Payload:
+    payload = layout.build(tensors)
+    if restored is not None:
+        payload = payload.replace(hidden=restored(payload.hidden))
+    return layer(payload)  # type: ignore[no-any-return]
 
 
 def _policy(context: SelectiveCheckpointContext, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:

@@ -29,7 +29,8 @@ from omnibal.vlm.passes import (
     time_passes,
 )
 from omnibal.vlm.payload import Payload, SentTensors
-from omnibal.vlm.tensor import TensorGroup, share_layer
+from omnibal.vlm.tensor import share_layer
+from omnibal.vlm.tensor_group import TensorGroup
 
 # Differences between repetitions, as a share of the median, above which a profile comes with a warning.
 MAX_SPREAD = 0.1
@@ -81,13 +82,19 @@ def measured_versions() -> dict[str, str]:
 
 
 class _FirstRank(TensorGroup):
-    """The first of some tensor ranks by itself: sums are its own part."""
+    """The first of some tensor ranks by itself: sums are its own part, and others' rows are its own again."""
 
     def sum_in_place(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def max_in_place(self, tensor: Tensor) -> Tensor:
         return tensor
+
+    def gather(self, rows: Tensor) -> Tensor:
+        return torch.cat([rows] * self.size)
+
+    def scatter_sum(self, rows: Tensor) -> Tensor:
+        return rows[: len(rows) // self.size].clone()
 
 
 @dataclass(frozen=True)
@@ -299,7 +306,7 @@ class LayerRun:
         _, backward, weights = time_passes(run, self.payload.hidden.device, run_rest)
         for module in self.layer.modules():
             if isinstance(module, DeferringLinear):
-                module.__class__ = nn.Linear  # type: ignore[assignment]
+                module.weight_gradients = None
         return backward, weights, queue.peak_bytes
 
     def _run(self, level: Level) -> Payload:

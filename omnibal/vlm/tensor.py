@@ -2,100 +2,42 @@
 
 A layer is built whole and cut: column layers keep some outputs, row layers the inputs that come of these, and the
 ranks' products of a row layer are added up. In between a rank computes some heads, or some of an MLP's units. What goes
-into a column layer passes `copy_of`: its gradients are added up on the way back.
+into a column layer passes `copy_of`: its gradients are added up on the way back. In a transformer block ranks share the
+tokens as well, and `SharedTokens` takes the place of both.
 
 Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import Any, Final, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
 from omnibal.errors import ConfigError
-from omnibal.families.cuts import Slice, units_of
+from omnibal.families.cuts import Cut, Slice, units_of
 from omnibal.loss import Vocabulary
 from omnibal.vlm.backward import DeferringLinear
-
-if TYPE_CHECKING:  # its layers' attention asks for `own_stream`
-    from omnibal.vlm.layers import VisionLanguageModel
+from omnibal.vlm.layers import VisionLanguageModel
+from omnibal.vlm.tensor_group import SharedTokens, TensorGroup, TokenDropout, copy_of, own_stream, summed
 
 # DeepSpeed's norms count a parameter with this mark on every tensor rank, and any other on the first one only.
 COUNTED: Final = "tensor_model_parallel"
 # The mark of a parameter of which each tensor rank computes a part of the gradient only; its value is the Slice, or
 # None where the parameter is whole.
 PARTIAL: Final = "omnibal_partial_gradient"
-
-
-class TensorGroup(NamedTuple):
-    """The ranks that share layers with this one, and its place among them."""
-
-    rank: int = 0
-    size: int = 1
-    group: dist.ProcessGroup | None = None
-
-    def sum_in_place(self, tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor, group=self.group)
-        return tensor
-
-    def max_in_place(self, tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
-        return tensor
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, tensor: Tensor, ranks: TensorGroup) -> Tensor:
-        context.ranks = ranks
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        # A clone: autograd may hand the same tensor to others.
-        return context.ranks.sum_in_place(gradient.clone(memory_format=torch.contiguous_format)), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, tensor: Tensor, ranks: TensorGroup, is_partial: bool) -> Tensor:
-        context.ranks, context.is_partial = ranks, is_partial
-        return ranks.sum_in_place(tensor.clone(memory_format=torch.contiguous_format))
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        if context.is_partial:
-            gradient = context.ranks.sum_in_place(gradient.clone(memory_format=torch.contiguous_format))
-        return gradient, None, None
-
-
-def copy_of(tensor: Tensor, ranks: TensorGroup) -> Tensor:
-    """The tensor, whose gradients of all tensor ranks are added up in the backward pass."""
-    copied: Tensor = _Copy.apply(tensor, ranks)  # type: ignore[no-untyped-call]
-    return copied
-
-
-def summed(tensor: Tensor, ranks: TensorGroup, *, is_partial: bool = False) -> Tensor:
-    """The sum of all tensor ranks' tensors.
-
-    Args:
-        is_partial: Whether each rank uses the sum for some heads only, so that it gets a part of the gradient.
-    """
-    found: Tensor = _Reduce.apply(tensor, ranks, is_partial)  # type: ignore[no-untyped-call]
-    return found
+BLOCK: Final = "block"  # The part of a layer that is a transformer block.
 
 
 class RowLinear(DeferringLinear):
     """A linear layer that has some of the inputs; the bias, which is whole, comes behind the sum over the ranks."""
 
-    ranks: TensorGroup
+    total: Callable[[Tensor], Tensor]
 
     def forward(self, input: Tensor) -> Tensor:
-        product = summed(self.product(input, None), self.ranks)
+        product = self.total(self.product(input, None))
         return product if self.bias is None else product + self.bias
 
 
@@ -174,21 +116,7 @@ class SharedDropout(nn.Dropout):
             return super().forward(input)
 
 
-@contextmanager
-def own_stream(ranks: TensorGroup | None) -> Iterator[None]:
-    """Let random numbers inside be a tensor rank's own; outside all ranks of a group draw the same."""
-    if ranks is None:
-        yield
-        return
-    # The seed is drawn from the common stream, so that a recomputed layer, which gets that stream's state, draws again
-    # what it has drawn.
-    seed = int(torch.randint(2**62, (), device="cpu"))
-    with torch.random.fork_rng():
-        torch.manual_seed(seed + ranks.rank)
-        yield
-
-
-def share_layer(model: "VisionLanguageModel", index: int, layer: nn.Module, ranks: TensorGroup) -> None:
+def share_layer(model: VisionLanguageModel, index: int, layer: nn.Module, ranks: TensorGroup) -> None:
     """Leave a tensor rank its part of layer ``index``, as `build_layer` gave it, in place."""
     if ranks.size == 1:
         return
@@ -200,9 +128,10 @@ def share_layer(model: "VisionLanguageModel", index: int, layer: nn.Module, rank
     for module in modules.values():
         if isinstance(module, nn.Linear):  # adapters, too
             module.out_features, module.in_features = module.weight.shape
+    tokens = _share_tokens(layer, cuts, slices, ranks)
     columns: dict[str, list[str]] = {}
     for name, cut in cuts.items():
-        module = modules[name]
+        module, shared = modules[name], tokens if name.startswith(f"{BLOCK}.") else None
         linear = cast(nn.Module, getattr(module, "base_layer", module))  # inside peft's, where it has adapters
         if cut.by == "vocab":
             own = next(own for weight, own in slices.items() if weight.startswith(f"{name}."))
@@ -213,15 +142,37 @@ def share_layer(model: "VisionLanguageModel", index: int, layer: nn.Module, rank
         elif cut.dim == 0:
             columns.setdefault(name.rpartition(".")[0], []).append(name)
         else:
-            _make_row(linear, ranks)
-            _share_row_adapter(module, ranks)
+            total = shared.scattered if shared else partial(summed, ranks=ranks)
+            _make_row(linear, total)
+            _share_row_adapter(module, ranks, total)
     rows = [name for name, cut in cuts.items() if cut.dim == 1]
     for parent, children in columns.items():
-        # Queries, keys and values read one input, whose gradients are added up once.
-        place = parent if len(children) > 1 else children[0]
-        modules[place].register_forward_pre_hook(partial(_copy_input, ranks), with_kwargs=True)
+        shared = tokens if parent.startswith(f"{BLOCK}.") else None
+        # Queries, keys and values read one input, which is gathered, or whose gradients are added up, once. Attention
+        # asks its input how many tokens it has.
+        place = parent if shared or len(children) > 1 else children[0]
+        _before(modules[place], shared.gathered if shared else partial(copy_of, ranks=ranks))
         _mark_partial(modules[place], place, slices, rows)
         _share_attention(modules[parent], model, index, ranks)
+
+
+def _share_tokens(
+    layer: nn.Module, cuts: Mapping[str, Cut], slices: Mapping[str, Slice], ranks: TensorGroup
+) -> SharedTokens | None:
+    """Let tensor ranks share the tokens in a layer's transformer block, if it has one."""
+    block = getattr(layer, BLOCK, None)
+    if block is None:
+        return None
+    tokens = cast(Any, layer).shared_tokens = SharedTokens(ranks)  # `run_layer` asks for it
+    _before(block, tokens.own)
+    block.register_forward_hook(lambda block, args, output: tokens.whole(output))
+    for name, module in block.named_modules(prefix=BLOCK):
+        if type(module) is nn.Dropout and not any(name.startswith(f"{cut}.") for cut in cuts):  # no adapter's
+            module.__class__ = TokenDropout
+            cast(TokenDropout, module).tokens = tokens
+    # Gradients of what is whole come of the own tokens only.
+    _mark_partial(block, BLOCK, slices, [])
+    return tokens
 
 
 def _part_of(whole: nn.Parameter, own: Slice, ranks: TensorGroup) -> nn.Parameter:
@@ -239,7 +190,7 @@ def part_of(whole: Tensor, own: Slice) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, own.dim)
 
 
-def whole_state(model: "VisionLanguageModel", index: int, states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def whole_state(model: VisionLanguageModel, index: int, states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """The whole weights of layer ``index``, from those of all tensor ranks in their order."""
     slices = [model.slices(index, len(states), rank) for rank in range(len(states))]
     found = dict(states[0])
@@ -263,7 +214,7 @@ def whole_state(model: "VisionLanguageModel", index: int, states: Sequence[Mappi
 
 
 def own_state(
-    model: "VisionLanguageModel", index: int, states: Sequence[Mapping[str, Tensor]], ranks: TensorGroup
+    model: VisionLanguageModel, index: int, states: Sequence[Mapping[str, Tensor]], ranks: TensorGroup
 ) -> dict[str, Tensor]:
     """A tensor rank's weights of layer ``index``, from those of a group of any size in their order."""
     own = model.slices(index, ranks.size, ranks.rank)
@@ -279,15 +230,15 @@ def _mark_partial(module: nn.Module, place: str, slices: Mapping[str, Slice], ro
             setattr(parameter, PARTIAL, None)
 
 
-def _make_row(linear: nn.Linear, ranks: TensorGroup) -> None:
+def _make_row(linear: nn.Linear, total: Callable[[Tensor], Tensor]) -> None:
     linear.__class__ = RowLinear
-    cast(RowLinear, linear).ranks = ranks
+    cast(RowLinear, linear).total = total
 
 
-def _share_row_adapter(module: nn.Module, ranks: TensorGroup) -> None:
+def _share_row_adapter(module: nn.Module, ranks: TensorGroup, total: Callable[[Tensor], Tensor]) -> None:
     """Of an adapter beside a row layer A is cut like the layer, and B, behind the sum over the ranks, is whole."""
     for inner in getattr(module, "lora_A", {}).values():
-        _make_row(inner, ranks)
+        _make_row(inner, total)
     for dropout in getattr(module, "lora_dropout", {}).values():
         if isinstance(dropout, nn.Dropout):
             dropout.__class__ = SharedDropout
@@ -306,7 +257,7 @@ def _share_words(layer: nn.Module, module: nn.Module, words: tuple[int, int], ra
         cast(Any, layer).vocabulary = VocabularyPart(first, count, ranks)
 
 
-def _share_norm(norm: nn.Module, ranks: TensorGroup, model: "VisionLanguageModel", index: int) -> None:
+def _share_norm(norm: nn.Module, ranks: TensorGroup, model: VisionLanguageModel, index: int) -> None:
     assert hasattr(norm, "variance_epsilon"), "a norm of transformers over the width of all heads"
     sizes = model.records[index].sizes
     norm.__class__ = SharedRMSNorm
@@ -314,7 +265,7 @@ def _share_norm(norm: nn.Module, ranks: TensorGroup, model: "VisionLanguageModel
     shared.ranks, shared.width = ranks, sizes["heads"] * sizes["head_dim"]
 
 
-def _share_attention(module: nn.Module, model: "VisionLanguageModel", index: int, ranks: TensorGroup) -> None:
+def _share_attention(module: nn.Module, model: VisionLanguageModel, index: int, ranks: TensorGroup) -> None:
     """Tell an attention module how many heads it has, where transformers' counts them itself."""
     if not hasattr(module, "head_dim"):
         return
@@ -325,10 +276,15 @@ def _share_attention(module: nn.Module, model: "VisionLanguageModel", index: int
     attention.tensor_ranks = ranks  # `packed_attention` draws dropout from a stream of its own
 
 
-def _copy_input(ranks: TensorGroup, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if args:
-        return (copy_of(args[0], ranks), *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": copy_of(kwargs["hidden_states"], ranks)}
+def _before(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Let a module get what ``change`` makes of its hidden states."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def partial_parameters(module: nn.Module) -> list[nn.Parameter]:

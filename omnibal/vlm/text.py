@@ -13,7 +13,8 @@ from omnibal.loss import WHOLE, LogitsOf, Vocabulary, evaluation_statistics, sum
 from omnibal.vlm.attention import attention_kwargs, sample_lengths
 from omnibal.vlm.layers import LayerRecipe
 from omnibal.vlm.payload import Payload, counts_of
-from omnibal.vlm.tensor import VocabularyPart, copy_of
+from omnibal.vlm.tensor import VocabularyPart
+from omnibal.vlm.tensor_group import copy_of
 
 
 class TextEmbedding(nn.Module):

@@ -105,7 +105,8 @@ def test_a_sample_that_fits_nowhere_gets_a_line_for_every_kind_and_what_would_fi
     lines = out.splitlines()
     assert "winner: none, no layout fits these devices" in lines
     assert sum(line.startswith("cannot be: ") for line in lines) == len(KINDS)
-    assert "would fit with sequence parallelism of degree 2 together with target_rows(model)" in out
+    assert "would fit with 2 tensor ranks together with target_rows(model)" in out
+    assert ", or sequence parallelism of degree 2 together with target_rows(model)" in out
     assert "winner: none" in (tmp_path / "a.html").read_text()
 
 

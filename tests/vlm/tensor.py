@@ -1,13 +1,14 @@
 """Tensor ranks as threads of one process, which add up tensors where processes would."""
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import reduce
+from functools import partial, reduce
 from threading import Barrier
 
 import torch
 
 from omnibal.vlm.layers import is_adapter
-from omnibal.vlm.tensor import TensorGroup, part_of, share_layer
+from omnibal.vlm.tensor import part_of, share_layer
+from omnibal.vlm.tensor_group import TensorGroup
 from omnibal.vlm.weights import load_layer
 
 
@@ -20,19 +21,25 @@ class Threads(TensorGroup):
         return [cls(rank, size, shared) for rank in range(size)]
 
     def sum_in_place(self, tensor):
-        return self._reduced(tensor, torch.add)
+        return tensor.copy_(self._of_all(tensor, partial(reduce, torch.add)))
 
     def max_in_place(self, tensor):
-        return self._reduced(tensor, torch.maximum)
+        return tensor.copy_(self._of_all(tensor, partial(reduce, torch.maximum)))
+
+    def gather(self, rows):
+        return self._of_all(rows, torch.cat)
+
+    def scatter_sum(self, rows):
+        return self._of_all(rows, partial(reduce, torch.add)).chunk(self.size)[self.rank].clone()
 
     @torch.no_grad()
-    def _reduced(self, tensor, operation):
+    def _of_all(self, tensor, join):
         barrier, given = self.group
         given[self.rank] = tensor.clone()
         barrier.wait()
-        found = reduce(operation, given)
+        found = join(given)
         barrier.wait()
-        return tensor.copy_(found)
+        return found
 
 
 def on_ranks(size, work):

@@ -16,10 +16,11 @@ from omnibal.profile.records import LEVELS, ModelProfile
 from omnibal.vlm import load_model
 from omnibal.vlm import passes as measure
 from omnibal.vlm.backward import WeightGradients, defer_linears, run_layer
-from omnibal.vlm.measure import LayerRun, MadePack, made_packs, measure_profile, measured_versions
+from omnibal.vlm.measure import LayerRun, MadePack, _FirstRank, made_packs, measure_profile, measured_versions
 from omnibal.vlm.passes import MeasurementWarning, Timing, device_name, kept_bytes
 from omnibal.vlm.payload import SentTensors
 from omnibal.vlm.qwen_vl import patch_places
+from omnibal.vlm.tensor import share_layer
 from tests.families.models import small_config
 from tests.vlm.families import TRAINED
 from tests.vlm.models import IMAGE_TOKEN, PIXEL_SHAPE, TOKENS_PER_TILE, build_layers, tiny_config
@@ -157,6 +158,46 @@ def test_what_blocks_keep_is_what_counting_says(vision, text, dtype):
             assert kept == pytest.approx(cost.saved_bytes["none"](pack.load) + beyond[cost.kind], rel=0.01), cost.name
         with torch.no_grad():
             payload = layer(payload)
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512}
+MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12]}}
+SHARED = {
+    "internvl": (
+        tiny_config(text="qwen3", vision_options=WIDE, text_options=WIDE | {"head_dim": 64}),
+        MadePack(2, (30,)),
+    ),
+    "qwen2_5_vl": (
+        small_config(
+            "qwen2_5_vl", vision=WIDE | {"out_hidden_size": 256, "num_heads": 4}, text=WIDE | MROPE | {"head_dim": 64}
+        ),
+        MadePack(64, (30,)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_blocks_of_tensor_ranks_keep_is_what_counting_says(name, monkeypatch):
+    monkeypatch.setattr(measure, "WARM_UP", 0)
+    monkeypatch.setattr(measure, "STEPS", 1)
+    config, pack = SHARED[name]
+    model, beyond = load_model(config), {}
+    for size in (1, 2):
+        profile = analytic_profile(model.records, DEVICES["A100-80GB"], dtype="float32", tensor_parallel=size)
+        payload = with_targets(pack.payload(model, dtype=torch.float32))
+        for index, cost in enumerate(profile.layers[:-2]):
+            layer = model.build_layer(index, seed=0)
+            share_layer(model, index, layer, _FirstRank(0, size))
+            if cost.kind.endswith("_block"):
+                found = LayerRun(layer, payload, model.sent_tensors(index + 1), from_pixels=False).measure()
+                assert found.kept_bytes["full"] == cost.saved_bytes["full"](pack.load)
+                assert found.pending_bytes == cost.pending_bytes(pack.load)
+                # On a CPU attention's output is copied, and tables of places are a block's own.
+                more = found.kept_bytes["none"] - cost.saved_bytes["none"](pack.load)
+                assert 0 <= more <= beyond.setdefault(cost.name, more)
+            with torch.no_grad():
+                payload = layer(payload)
+    assert len(beyond) == sum(record.kind.endswith("_block") for record in model.records)
 
 
 def test_parameters_in_bytes(profile, frozen_profile):

@@ -1,15 +1,20 @@
 """Layers that tensor ranks share compute what whole ones compute."""
 
+from threading import Lock
+
 import pytest
 import torch
+from torch.nn import functional
 from torch.testing import assert_close
 
 from omnibal.config import LoraSection
 from omnibal.families.cuts import check_degree
 from omnibal.loss import WHOLE
+from omnibal.profile.records import LEVELS
 from omnibal.vlm import load_model
 from omnibal.vlm.layers import is_adapter
-from omnibal.vlm.tensor import VocabularyPart, add_up, part_of, partial_parameters, whole_state
+from omnibal.vlm.tensor import VocabularyPart, add_up, part_of, partial_parameters, share_layer, whole_state
+from omnibal.vlm.tensor_group import SharedTokens, TensorGroup, TokenDropout
 from tests.families.models import small_config
 from tests.vlm.families import TRAINED, family_samples, layers_of, pack_of, plain_family_model, tied_config
 from tests.vlm.models import disk_state, pack_loss
@@ -37,6 +42,8 @@ ADAPTED = {
     "with adapters": ADAPTERS,
     "with adapters of the head": ADAPTERS | {"targets": ["o_proj", "k_proj", "head"], "modules_to_save": ["mlp"]},
 }
+
+LOCK = Lock()  # random numbers of threads come from one generator
 
 
 def gradients_of(model, layers, pack, level):
@@ -75,7 +82,7 @@ def test_shared_layers_give_loss_and_gradients_of_whole_ones(config, num_tensor,
     state = [layer.state_dict() for layer in whole_layers]
     loss, whole, statistics = gradients_of(model, whole_layers, pack, "none")
     assert statistics[1] > 0 and statistics[0] == pytest.approx(loss.item(), rel=1e-5)
-    level = "full" if num_tensor == 4 else "selective"
+    level = {4: "full", 2: "none"}[num_tensor] if chosen == "mixed" else "selective"
 
     def of_rank(ranks):
         layers = shared_layers(model, source, ranks)
@@ -104,6 +111,78 @@ def test_shared_layers_give_loss_and_gradients_of_whole_ones(config, num_tensor,
             expected = part_of(whole[name], slices[name]) if name in slices else whole[name]
             near = {"rtol": 1e-3, "atol": 1e-6 + 1e-4 * float(expected.abs().max())}
             assert_close(gradient, expected, **near, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("family", ["internvl", "qwen3_vl"])
+def test_what_is_whole_in_a_block_gets_a_part_of_its_gradient_on_each_rank(family):
+    model = load_model(small_config(family))
+    for index, record in enumerate(model.records):
+        layer = model.build_layer(index, seed=0)
+        share_layer(model, index, layer, TensorGroup(0, 2))
+        if record.kind.endswith("_block"):
+            block = {name: each for name, each in layer.named_parameters() if name.startswith("block.")}
+            whole = [each for name, each in block.items() if name not in model.slices(index, 2, 0)]
+            assert len(whole) >= 2
+            assert {*map(id, whole)} == {*map(id, partial_parameters(layer))}
+
+
+def test_packs_in_flight_may_be_recomputed_or_not():
+    """A pack above the plan's limits is recomputed between others that are not."""
+    config = small_config("qwen2_vl")
+    model, source = load_model(config), plain_family_model(config).state_dict()
+    samples = family_samples("qwen2_vl")
+    packs = {level: pack_of(model, [samples[number]]) for number, level in enumerate(LEVELS)}
+
+    def of_rank(ranks):
+        alone, together = (shared_layers(model, source, ranks) for _ in range(2))
+        for level in reversed(LEVELS):
+            pack_loss(alone, packs[level]).backward()
+        for loss in [pack_loss(together, packs[level], level) for level in reversed(LEVELS)]:
+            loss.backward()
+        return [disk_state(model, layers, gradients=True) for layers in (alone, together)]
+
+    for alone, together in on_ranks(2, of_rank):
+        assert_close(together, alone)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 6, 8])
+def test_tokens_that_ranks_do_not_divide_come_back_and_nothing_beside_them(count):
+    generator = torch.Generator().manual_seed(count)
+    whole, weights = (torch.randn(count, 2, 3, generator=generator) for _ in range(2))
+
+    def of_rank(ranks):
+        tokens, own_whole = SharedTokens(ranks), whole.clone().requires_grad_()
+        part = tokens.own(own_whole)
+        gathered = tokens.gathered(part + 1)  # zeros behind the last token become ones
+        scattered = tokens.scattered(gathered * (ranks.rank + 1))
+        found = tokens.whole(scattered)
+        (found * weights).sum().backward()
+        assert part.shape == scattered.shape == (1, -(-2 * count // 4), 3)
+        return gathered.detach(), found.detach(), own_whole.grad
+
+    for gathered, found, gradient in on_ranks(4, of_rank):
+        assert torch.equal(gathered, whole + 1)
+        assert_close(found, 10 * (whole + 1))
+        assert_close(gradient, 10 * weights)
+
+
+def test_dropout_of_a_part_of_the_tokens_drops_what_whole_dropout_drops():
+    whole = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
+
+    def of_rank(ranks):
+        module = TokenDropout(0.5)
+        module.tokens = SharedTokens(ranks)
+        part = module.tokens.own(whole)
+        with LOCK:
+            torch.manual_seed(7)
+            dropped = module(part)
+        return module.tokens.whole(dropped), module.eval()(part) is part
+
+    torch.manual_seed(7)
+    expected = functional.dropout(whole, 0.5)
+    for found, is_whole in on_ranks(4, of_rank):
+        assert torch.equal(found, expected)
+        assert is_whole
 
 
 def test_parts_of_the_vocabulary_judge_as_the_whole():
