@@ -1,4 +1,4 @@
-"""A tiny Qwen2-VL with random weights, and pictures, clips and questions as LLaMA-Factory reads them: images.py FOLDER."""
+"""A tiny Qwen2-VL with random weights, and pictures and clips as LLaMA-Factory reads them: images.py FOLDER."""
 
 import json
 import sys

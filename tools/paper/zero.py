@@ -19,7 +19,7 @@ from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
 from tools.bench import table
 from tools.paper.datasets import SHAPES, llava
-from tools.partition.paper_models import LIMITS, Published, cluster_of, counted_profile
+from tools.partition.paper_models import FRACTION, LIMITS, Published, cluster_of, counted_profile
 
 GPUS, BATCH, DAY = 32, 4, 86_400
 TABLE_2 = {"6+20B": ("InternLM2-20B", 38.9, 25.3), "6+34B": ("Yi-34B", 54.3, 35.5)}
@@ -43,7 +43,7 @@ def table_13() -> Iterator[tuple[str, ...]]:
     """Batches of four, 128 samples a step, on LLaVA's part of the mix with images cut as LLaVA-1.6 cuts them."""
     for name, (model, *days) in TABLE_13.items():
         known = Model.known(model)
-        profile = analytic_profile(known.records, replace(DEVICES["A100-80GB"], fraction=0.455))
+        profile = analytic_profile(known.records, replace(DEVICES["A100-80GB"], fraction=FRACTION))
         lengths = _any_resolution(known)
         limits = PackLimits(round(4.54 * float(lengths.vision_units.mean())), round(4.54 * lengths.llm_tokens.mean()))
         scenario = Scenario(lengths, profile, cluster_of(GPUS, 80 * 2**30), GPUS * BATCH)
