@@ -1,4 +1,4 @@
-"""Waits of the encoder and the LLM with videos in the mixture, simulated: batches as they are today, and packs.
+"""Waits of the encoder and the LLM with videos in the mixture, simulated: batches as they are today, packs, and samples rearranged.
 
     python -m tools.video.simulate
 
@@ -7,6 +7,7 @@ minutes, 40 seconds on average; here log-normal, at 640 x 360 and 30 frames a se
 ``omnibal.data.synthetic.patch_lengths``. Costs are counted for one device, links are free, ranks meet as under ZeRO 3.
 """
 
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -19,6 +20,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.metrics import dist_ratio
 from omnibal.data.synthetic import patch_lengths
 from omnibal.device import Device
+from omnibal.dispatch.divide import divide
 from omnibal.families.base import VideoHeader
 from omnibal.integrations.loading import PackSampler
 from omnibal.integrations.trainer_steps import fit_step
@@ -61,6 +63,23 @@ def waits(loads: Load, costs: dict[str, CostModel]) -> tuple[float, float, float
     return vision, language, float(whole.max(axis=1).mean())
 
 
+def rearranged(lengths: SampleLengths, ranks: int, costs: dict[str, CostModel]) -> Load:
+    """What ranks hold where random samples of a step go to other ranks for the encoder and for the LLM; no padding."""
+    order, size, steps = np.random.default_rng(0).permutation(len(lengths)), BATCH * ranks, []
+    for chosen in order[: STEPS * size].reshape(-1, size):
+        of = lengths.take(chosen)
+        tokens = of.llm_tokens.astype(np.float64)
+        each = Load(of.vision_units.astype(np.float64), tokens, tokens**2, of.vision_squared.astype(np.float64))
+        of_rank = {
+            part: divide(sum(cost(each) for phase, cost in costs.items() if phase.startswith(part)), ranks)
+            for part in ("vision", "language")
+        }
+        vision, language = (partial(np.bincount, rank, minlength=ranks) for rank in of_rank.values())
+        sizes = vision(each.vision_units), language(tokens), language(tokens**2), vision(each.vision_squared)
+        steps.append(Load(*(size[:, None] for size in sizes)))
+    return Load.stack(steps)
+
+
 def main() -> None:
     model = Model.known(MODEL)
     costs = phase_costs(analytic_profile(model.records, Device.named("A100-80GB")))
@@ -83,6 +102,7 @@ def main() -> None:
         found = {name: (made.loads, made.samples_per_step) for name, made in ways.items()}
         steps = range(min(sampler.num_steps, STEPS))
         found["packs"] = Load.stack(sampler.load(step) for step in steps), len(lengths) / sampler.num_steps
+        found["rearranged"] = rearranged(lengths, ranks, costs), BATCH * ranks
         rates = []
         for name, (loads, per_step) in found.items():
             vision, language, seconds = waits(loads, costs)
