@@ -1,4 +1,4 @@
-"""Waits of the encoder and the LLM with videos in the mixture, simulated: batches as they are today, packs, and samples rearranged.
+"""Waits of the encoder and the LLM with videos in the mixture, simulated: batches as today, packs, samples rearranged.
 
     python -m tools.video.simulate
 
