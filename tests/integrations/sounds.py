@@ -1,6 +1,7 @@
 """Small models that hear, and samples with sounds, images, both and neither."""
 
 import json
+from copy import deepcopy
 
 import torch
 from tokenizers import Tokenizer
@@ -57,7 +58,7 @@ def sound_config(model_type):
     return Qwen2_5OmniThinkerConfig(
         audio_config=HEARING | {"n_window": 10, "output_dim": 24},
         vision_config=NATIVE_MLP | {"window_size": 32, "fullatt_block_indexes": [1, 3]},
-        text_config=text | MROPE | {"num_hidden_layers": 2},
+        text_config=deepcopy(text | MROPE) | {"num_hidden_layers": 2},  # the class writes its defaults into it
         **tokens,
     )
 

@@ -175,3 +175,9 @@ def test_the_documented_trainer_trains_on_annotations_with_sounds(tmp_path, monk
     weight = names["model"].model.audio_tower.layers[0].fc1.weight
     before = Qwen2AudioForConditionalGeneration.from_pretrained("model").model.audio_tower.layers[0].fc1.weight
     assert not torch.equal(weight, before)
+
+
+def test_configurations_leave_those_of_other_models_alone():
+    before = config_of("qwen3_vl").to_dict()
+    config_of("qwen2_5_omni_thinker")
+    assert config_of("qwen3_vl").to_dict() == before
