@@ -34,6 +34,7 @@ LAYOUTS = {
     for layout in (
         *(*CROSSED, *COMBINED, Layout(1, 1), Layout(2, 1), Layout(4, 1), Layout(3, 2)),
         *(Layout(1, 2, num_tensor=2), Layout(1, 2, encoder=Encoder.on_all(2)), Layout(2, 2, encoder=Encoder.on_all(4))),
+        Layout(2, 2, num_tensor=2),
         *(
             Layout(2, 1, encoder=Encoder(1, 3)),
             Layout(3, 2, encoder=Encoder(1, 1)),
