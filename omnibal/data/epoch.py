@@ -119,7 +119,7 @@ class Epoch:
         """All packs: step after step, rank after rank. Plans and keeps the whole epoch."""
         return Packs.concatenate(window.packs for window in self)
 
-    @property
+    @cached_property
     def steps(self) -> npt.NDArray[np.int64]:
         """Indices into ``packs`` by (step, rank, micro-batch)."""
         if self._uneven is not None:

@@ -335,7 +335,7 @@ def of_other_ranks(
     """The position of a rank that goes on for ranks of another number, or with other micro-batches.
 
     Args:
-        positions: Of every earlier rank, by rank.
+        positions: The positions of the earlier run's ranks, in the order of these ranks.
         before: What the packs of the earlier run depended on (its ``made_from``).
     """
     found = [replanned(position, before["micro_batches"]) for position in positions]

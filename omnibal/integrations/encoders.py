@@ -29,6 +29,7 @@ from omnibal.integrations.packing import (
     sounds_of,
     videos_of,
 )
+from omnibal.integrations.target_rows import base_of, language_of
 
 IMAGE: Final = tuple(name for name in PER_IMAGE if name not in (*PER_VIDEO, *PER_SOUND))
 VIDEO: Final = ("pixel_values_videos", "video_grid_thw")
@@ -215,8 +216,10 @@ def encode_in_every_evaluation(model: Any) -> None:
     without.
 
     Raises:
-        ConfigError: What ``encoders_of`` raises.
+        ConfigError: What ``encoders_of`` raises, or the model does not name its language model.
     """
+    if (language := language_of(model)) is None:
+        raise ConfigError(f"model must name its language_model or text_model, got {type(model).__name__} without")
     encoders, early, late, hooks = encoders_of(model), list[str](), list[str](), list[Any]()
 
     def begin(module: nn.Module, args: Any, inputs: Mapping[str, Any]) -> None:
@@ -240,7 +243,7 @@ def encode_in_every_evaluation(model: Any) -> None:
             encoders[kind].encode({name: value.to(place_of(model)[0]) for name, value in blank.items()})
 
     model.register_forward_pre_hook(begin, with_kwargs=True)
-    model.model.language_model.register_forward_pre_hook(partial(encode, late))
+    language.register_forward_pre_hook(partial(encode, late))
 
 
 def known_phases(model: Any) -> list[str]:
@@ -253,7 +256,7 @@ def known_phases(model: Any) -> list[str]:
 
 def blank_samples(model: Any) -> list[dict[str, Tensor]]:
     """A text and the smallest sample of each other kind, for Qwen's models that see videos or hear; else none."""
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    model = base_of(model)
     if "sound" not in known_phases(model) and videos_of(positions_of(model.config)) is None:
         return []
     # Of patches the fewest that make a token; of sound a convolution and a pooling halve the frames.

@@ -48,6 +48,13 @@ def base_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def language_of(model: Any) -> Any:
+    """The LLM within a model of transformers; None where none has that name."""
+    names = ("language_model", "text_model")
+    found = (module for name, module in base_of(model).named_modules() if name.rpartition(".")[2] in names)
+    return next(found, None)
+
+
 def check_head(model: Any) -> None:
     """Check that the loss gets what the head gives, as far as can be seen without a step."""
     if not isinstance(model, PreTrainedModel):

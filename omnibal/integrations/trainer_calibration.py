@@ -14,7 +14,7 @@ from omnibal.advise.wait import MEETINGS, SOUND_PHASES, Sharding, phase_costs
 from omnibal.cost import CostModel, Load
 from omnibal.errors import ConfigError
 from omnibal.integrations.loading import PackSampler
-from omnibal.integrations.target_rows import base_of
+from omnibal.integrations.target_rows import language_of
 from omnibal.integrations.trainer_hooks import PacksCallback, recompute_of, replicas_of
 from omnibal.integrations.trainer_steps import SOUND, Costs, Gains, first_steps, samples_per_step, step_seconds
 from omnibal.profile.calibration import (
@@ -167,13 +167,6 @@ def passes_of(marks: Mapping[str, Mark], load: tuple[float, ...], profile: Model
     return [
         TimedPass(layers[part.split()[0]], part.endswith("backward"), load, seconds) for part, seconds in taken.items()
     ]
-
-
-def language_of(model: Any) -> Any:
-    """The LLM within a model of transformers; None where none has that name."""
-    names = ("language_model", "text_model")
-    found = (module for name, module in base_of(model).named_modules() if name.rpartition(".")[2] in names)
-    return next(found, None)
 
 
 class CalibratesCosts(TrainerCallback):  # type: ignore[misc]

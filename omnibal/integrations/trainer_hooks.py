@@ -123,7 +123,7 @@ def wants_all_gradients(trainer: Trainer) -> bool:
 
 def refuse_missing_kinds(trainer: Trainer, lengths: SampleLengths) -> None:
     """Refuse data that bring a trained encoder nothing, where DDP waits for its gradients."""
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.args.world_size == 1:
+    if trainer.is_deepspeed_enabled or layout_of(trainer) != "ddp" or replicas_of(trainer)[1] == 1:
         return
     sees = bool(lengths.vision_units.any())
     hears = sees if lengths.sound_units is None else bool(lengths.sound_units.any())  # Qwen2-Audio's are vision units

@@ -22,6 +22,7 @@ from omnibal.integrations.packing import PackCollator, arguments_of, positions_o
 from omnibal.integrations.padded import RowCollator
 from omnibal.integrations.rearranging import Drawn, Phases
 from omnibal.integrations.rearranging_loader import RearrangingLoader, counted_costs
+from omnibal.integrations.target_rows import base_of
 from omnibal.integrations.trainer_hooks import (
     RecipeCallback,
     add_recipe,
@@ -82,8 +83,7 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
     for name, (holds, expected, value) in settings.items():
         if not holds:
             raise ConfigError(f"{name} must be {expected} to rearrange samples, got {value}")
-    model: Any = trainer.accelerator.unwrap_model(trainer.model)
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    model = base_of(trainer.accelerator.unwrap_model(trainer.model))
     positions = positions_of(model.config)
     kind = RowCollator if padded else PackCollator
     collator = kind(trainer.data_collator, positions, arguments=arguments_of(model))

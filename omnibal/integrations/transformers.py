@@ -32,8 +32,8 @@ from omnibal.integrations.loops import PackLoader
 from omnibal.integrations.losses import Reduction, StepLoss
 from omnibal.integrations.packing import FAMILIES, PackCollator, arguments_of, positions_of
 from omnibal.integrations.padded import PaddedCollator, PaddedSampler
-from omnibal.integrations.target_rows import base_of
-from omnibal.integrations.trainer_calibration import CalibratesCosts, language_of, measured_before
+from omnibal.integrations.target_rows import base_of, language_of
+from omnibal.integrations.trainer_calibration import CalibratesCosts, measured_before
 from omnibal.integrations.trainer_hooks import (
     EndsWhenAsked,
     ExplainsStart,

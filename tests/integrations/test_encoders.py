@@ -13,7 +13,7 @@ from omnibal.cost import CostModel
 from omnibal.data.kinds import kinds_of
 from omnibal.dispatch.step_plan import Costs, PhaseCosts
 from omnibal.errors import ConfigError
-from omnibal.integrations.encoders import blank_samples
+from omnibal.integrations.encoders import blank_samples, encode_in_every_evaluation
 from omnibal.integrations.losses import loss_per_target
 from omnibal.integrations.packing import PackCollator, arguments_of, positions_of
 from omnibal.integrations.rearranging import RearrangedModel
@@ -192,6 +192,37 @@ def test_blank_samples_run_each_encoder_and_change_nothing(family):
     for name, gradient in found[1].items():
         expected = found[0].get(name, torch.zeros_like(gradient))
         torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("family", ["internvl", "idefics3", "qwen2_5_vl", "qwen2_audio", "qwen2_5_omni_thinker"])
+def test_an_evaluation_of_texts_runs_each_encoder_and_has_the_same_loss(family):
+    model, ran = plain_family_model(config_of(family)).eval(), []
+    batch = Collate(family)([items_of(family)[1]])
+    assert not {"pixel_values", "input_features"} & batch.keys()
+    with torch.no_grad():
+        expected = model(**batch).loss
+    encode_in_every_evaluation(model)
+    for name in ("get_image_features", "get_video_features", "get_audio_features", "audio_tower"):
+        if hasattr(model.model, name):
+            monitored(model.model, name, ran)
+    with torch.no_grad():
+        assert torch.equal(model(**batch).loss, expected)
+    kinds = {"qwen2_5_vl": ["image", "video"], "qwen2_audio": ["audio"], "qwen2_5_omni_thinker": ["audio", "image"]}
+    assert ran == kinds.get(family, ["image"])
+    model.train()(**batch)
+    model.eval()(**batch).loss.backward()
+    assert len(ran) == len(kinds.get(family, ["image"])), "in an evaluation alone"
+
+
+def monitored(model, name, ran):
+    """Let a method or a module of a model note that it runs."""
+    kind = next(kind for kind in ("image", "video", "audio") if kind in name)
+    if isinstance(getattr(model, name), nn.Module):
+        if not hasattr(model, "get_audio_features"):
+            getattr(model, name).register_forward_pre_hook(lambda *_: ran.append(kind))
+        return
+    plain = getattr(model, name)
+    vars(model)[name] = lambda *args, **options: (ran.append(kind), plain(*args, **options))[1]
 
 
 def test_costs_are_of_the_encoders_there_are():

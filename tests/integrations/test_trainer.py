@@ -54,6 +54,7 @@ from tests.integrations.trainers import (
     Weights,
     accelerate_afresh,
     assert_close,
+    check_evaluation,
     samples_under_limits,
     trainer_of,
     weights_of,
@@ -188,12 +189,7 @@ def check_pairs(family, layout, folder, pairs=None):
         optimizer.zero_grad()
     assert_close(weights_of(trainer.model), weights_of(plain), atol=1e-5)
     evaluated = [items[sample] for samples, _ in held if len(samples) == 2 for sample in samples]
-    with torch.no_grad():
-        losses = [plain.eval()(**Collate(family)([item])).loss.item() for item in evaluated]
-    targets = [int((item["labels"][1:] != -100).sum()) for item in evaluated]
-    # Trainer's loss of two ranks' batches is the mean over all of their targets.
-    expected = np.average(np.reshape(losses, (-1, 2)), axis=1, weights=np.reshape(targets, (-1, 2))).mean()
-    assert trainer.evaluate(evaluated)["eval_loss"] == pytest.approx(expected, rel=1e-4)
+    check_evaluation(trainer, plain, evaluated, family)
 
 
 def dead_lock(folder):

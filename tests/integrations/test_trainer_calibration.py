@@ -20,7 +20,8 @@ from omnibal.data.limits import PackLimits
 from omnibal.device import Device
 from omnibal.integrations import trainer_calibration
 from omnibal.integrations.loading import PackSampler
-from omnibal.integrations.trainer_calibration import FILE, better_cost, language_of
+from omnibal.integrations.target_rows import language_of
+from omnibal.integrations.trainer_calibration import FILE, better_cost
 from omnibal.integrations.trainer_hooks import PacksCallback, TrainedStep
 from omnibal.integrations.trainer_steps import counted_profile
 from omnibal.integrations.transformers import balance

@@ -23,6 +23,7 @@ from tests.integrations.trainers import (
     Weights,
     accelerate_afresh,
     assert_close,
+    check_evaluation,
     steps_of_draws,
     trainer_of,
     weights_of,
@@ -72,6 +73,10 @@ def check_exact(case, folder):
         other = trainer_of(case, folder, eval_dataset=items[:3])
         other.model.load_state_dict(plain.state_dict())
         assert trainer.evaluate()["eval_loss"] == pytest.approx(other.evaluate()["eval_loss"], rel=1e-4)
+    elif not case.padded:
+        unlike = [[item for item in items if (item.get("pixel_values") is None) == lacks] for lacks in (False, True)]
+        trainer.args.per_device_eval_batch_size = 1
+        check_evaluation(trainer, plain, [*chain.from_iterable(zip(*unlike, strict=False))], case.family)
 
 
 def check_resumes(case, folder, stream=None):
