@@ -13,4 +13,5 @@ mypy
 lint-imports
 wait $warming
 # Two workers; those of a file share what they start. Files stay in tests/conftest.py's order: the longest first.
-exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+# A worker that dies ends the run: pytest-xdist 3.8 gives its finished files out again and then waits for them for ever.
+exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 "$@"

@@ -1,7 +1,9 @@
 """What a Ray cluster reads is what local workers read, in the same order, whatever happens to its readers."""
 
+import multiprocessing
 import os
 import signal
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
@@ -34,15 +36,28 @@ class TroubledDataset(SmallDataset):
 
 @pytest.fixture(scope="module")
 def cluster():
-    handler = signal.getsignal(signal.SIGTERM)
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    signal.signal(signal.SIGTERM, handler)  # Ray's raises SystemExit in processes that later tests fork and end
-    yield
-    ray.shutdown()
+    """Runs a function in a process that has started a Ray cluster.
+
+    Ray ends that process when it has not reached its own server for a minute, which happens on a busy machine.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _start_cluster) as process:
+        yield lambda function, *given: process.submit(function, *given).result()
+        process.submit(ray.shutdown).result()
+
+
+def _start_cluster():
+    patient = {"gcs_rpc_server_reconnect_timeout_s": 600, "health_check_failure_threshold": 200}
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    ray.init(address="local", num_cpus=2, _system_config=patient, **quiet)
 
 
 def test_a_reader_that_is_killed_loses_nothing_and_a_resumed_run_goes_on(cluster, tmp_path):
-    dataset = TroubledDataset(once=tmp_path / "killed")
+    cluster(_lose_a_reader, tmp_path / "killed")
+    assert (tmp_path / "killed").exists(), "a reader was killed on the way"
+
+
+def _lose_a_reader(once):
+    dataset = TroubledDataset(once=once)
     local, remote = loader_of(SmallDataset(copies=2), workers=0), loader_of(dataset, ray="auto")
     steps = local.steps_per_epoch + 2  # into the second epoch
     expected = steps_of(local, steps)
@@ -50,12 +65,11 @@ def test_a_reader_that_is_killed_loses_nothing_and_a_resumed_run_goes_on(cluster
     again = loader_of(dataset, ray="auto")
     again.load_state_dict(remote.state_dict())
     assert is_same(steps_of(again, steps - 2), expected[2:])
-    assert (tmp_path / "killed").exists(), "a reader was killed on the way"
 
 
 def test_what_cannot_be_read_is_named(cluster):
     with pytest.raises(DataError, match=r"^image must be decodable, got picture.png \(sample 5\)$"):
-        steps_of(loader_of(TroubledDataset(broken=5), ray="auto"), 8)
+        cluster(_read, TroubledDataset(broken=5))
 
 
 @pytest.mark.slow  # four readers start one after another
@@ -63,24 +77,36 @@ def test_a_pack_that_no_reader_survives_is_named(cluster):
     with pytest.raises(
         DataError, match=r"samples \[.*\b5\b.*\] must be readable by Ray, whose readers died four times"
     ):
-        steps_of(loader_of(TroubledDataset(deadly=5), ray="auto"), 8)
+        cluster(_read, TroubledDataset(deadly=5))
+
+
+def _read(dataset):
+    steps_of(loader_of(dataset, ray="auto"), 8)
 
 
 def test_only_so_many_packs_are_read_before_they_are_wanted(cluster):
+    # Four were taken; the thread has made three more, and asked for three behind these.
+    assert cluster(_asked_for) <= 4 + 3 + 3 + 1
+
+
+def _asked_for():
     asked = []
     packs = (asked.append(number) or [number] for number in range(100))
     batches = iter(RayPacks([{}] * 100, packs, lambda samples: {}, address="auto", count=3, pin=False))
     for _ in range(4):
         next(batches)
-    # Four were taken; the thread has made three more, and asked for three behind these.
     batches.close()
-    assert len(asked) <= 4 + 3 + 3 + 1
+    return len(asked)
 
 
-def test_no_cluster_at_the_address(monkeypatch):
-    ray.shutdown()
-    monkeypatch.setenv("RAY_gcs_rpc_server_connect_timeout_s", "1")
+def test_no_cluster_at_the_address(cluster):
     with pytest.raises(
         ConfigError, match=r"omnibal\.data\.ray must be the address of a Ray cluster that runs, got 'auto'"
     ):
-        loader_of(SmallDataset(), ray="auto")
+        cluster(_read_without_cluster)
+
+
+def _read_without_cluster():
+    ray.shutdown()
+    os.environ |= {"RAY_gcs_rpc_server_connect_timeout_s": "1"}
+    loader_of(SmallDataset(), ray="auto")
