@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Final, get_args
 
 from pydantic import BaseModel
@@ -15,6 +16,7 @@ from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
 
 from omnibal.config import OmnibalSection
+from tools.results import as_json
 
 KEYS: Final = "<!-- generated: keys -->"
 COMMANDS: Final = "<!-- generated: commands -->"
@@ -124,6 +126,11 @@ def setup(app: Sphinx) -> dict[str, Any]:
         if what in ("attribute", "property", "data") and lines:  # napoleon would take what stands before it for a type
             lines[0] = lines[0].replace(": ", " – ", 1)
 
+    def save_results(built: Sphinx, error: Exception | None) -> None:
+        if error is None:
+            (Path(built.outdir) / "results.json").write_text(as_json())
+
     app.connect("source-read", fill)
+    app.connect("build-finished", save_results)
     app.connect("autodoc-process-docstring", keep_colon, priority=400)
     return {"parallel_read_safe": True}

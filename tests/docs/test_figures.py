@@ -8,6 +8,8 @@ from statistics import mean, stdev
 
 import pytest
 
+from tools import results
+
 ROOT = Path(__file__).parents[2]
 FIGURE = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?: million)?")
 RESULTS = sorted(path for path in ROOT.glob("tools/*/*.json") if "made_with" in path.read_text()[:400])
@@ -63,6 +65,28 @@ def test_results_say_when_where_and_with_what(path):
     assert re.search(r"2026-\d\d-\d\d", told)
     assert "core" in told
     assert re.search(r"\w+ \d+\.\d+", told)
+
+
+@pytest.mark.parametrize("report", results.REPORTS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_tables_of_reports_say_when_where_and_with_what(report):
+    tables = [*results.tables_of(report)]
+    assert tables
+    for table in tables:
+        made = " ".join(table["made"])
+        assert re.search(r"\b2026-\d\d-\d\d\b", made), table["section"]
+        assert re.search(r"\bcores?\b|CPU|H[12]00", made), table["section"]
+        assert re.search(r"[a-z] \d+\.\d+", made), table["section"]
+
+
+def test_a_table_is_told_with_the_dates_that_hold_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    report = tmp_path / "RESULTS.md"
+    head = "# A\n\n2026-01-01, 2 cores\n\n## B\n\n2026-01-02\nagain\n\n### C\n\n"
+    report.write_text(f"{head}|x|y|\n|-|-|\n|a|**1,000**|\n\n## D\n\n|x|\n|-|\n|−2 %|\n")
+    first, second = results.tables_of(report)
+    told = {"report": "RESULTS.md", "section": "A / B / C", "made": ["2026-01-01, 2 cores", "2026-01-02 again"]}
+    assert first == told | {"columns": ["x", "y"], "rows": [["a", 1000.0]]}
+    assert second == told | {"section": "A / D", "made": told["made"][:1], "columns": ["x"], "rows": [["−2 %"]]}
 
 
 def test_tables_of_packers_are_those_of_the_results():

@@ -1,5 +1,6 @@
 """The site is built, its pictures are small, and what is generated in it is whole."""
 
+import json
 import re
 import subprocess
 import sys
@@ -26,7 +27,7 @@ def site(tmp_path_factory):
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(DOCS), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return {path.stem: path.read_text() for path in folder.glob("*.html")}
+    return {path.stem: path.read_text() for path in [*folder.glob("*.html"), folder / "results.json"]}
 
 
 def plain(cell):
@@ -37,6 +38,11 @@ def test_every_page_is_built_and_every_picture_is_there(site):
     assert {path.stem for path in DOCS.glob("*.md")} < set(site)
     for name in ("packs", "step", "pipeline", "recompute"):
         assert f'src="_images/{name}.png"' in site["start"]
+
+
+def test_tables_of_all_reports_are_there_to_be_read_by_programs(site):
+    reports = {table["report"] for table in json.loads(site["results"])}
+    assert {str(path.relative_to(DOCS.parent)) for path in DOCS.parent.glob("tools/*/RESULTS.md")} < reports
 
 
 def test_every_key_of_a_ds_config_is_told(site):

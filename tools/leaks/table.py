@@ -43,11 +43,11 @@ def main() -> None:
     rows = [row(model_type) for model_type in tqdm(families, unit="model")]
     made = f"transformers {version('transformers')}, torch {torch.__version__}, {date.today()}, on a CPU"
     table = [
+        f"Small models with random weights; {made}. Written by `python -m tools.leaks.table`.",
+        "",
         "| `model_type` | checked with | packs by itself | logits off by | gradients off by | `balance` trains on |",
         "|---|---|---|---:|---:|---|",
         *rows,
-        "",
-        f"Small models with random weights; {made}. Written by `python -m tools.leaks.table`.",
     ]
     text = PAGE.read_text()
     before, behind = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
