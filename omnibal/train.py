@@ -301,7 +301,8 @@ def _steps(
         ends = any_rank(request.signal is not None, engine.device) and not is_last
         # before an evaluation, which runs a caller's code and reads other data: what fails there must cost no step
         if is_last or ends or _due(engine.global_steps, run.save_every):
-            engine.save_checkpoint(run.files.checkpoints, keep=run.keep)
+            beside = run.async_save and not (is_last or ends)
+            engine.save_checkpoint(run.files.checkpoints, keep=run.keep, async_save=beside)
         if ends:
             bar.close()
             if log is not None:

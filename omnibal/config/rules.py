@@ -281,7 +281,7 @@ def _check_clipping(config: dict[str, Any], layout: Layout) -> None:
 
 def _check_writer(config: dict[str, Any]) -> None:
     """Refuse checkpoints of other kinds: written behind a run's back, nobody would know when one is whole."""
-    checkpoint, whole = config.get("checkpoint", {}), "the ranks wait until a checkpoint is whole"
+    checkpoint, whole = config.get("checkpoint", {}), "omnibal.run.async_save writes while training goes on"
     given = {
         "checkpoint.writer.decoupled": (checkpoint.get("writer", {}).get("decoupled", False), whole),
         "datastates_ckpt": (config.get("datastates_ckpt", False), whole),

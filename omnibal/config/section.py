@@ -323,6 +323,9 @@ class RunSection(Section):
     """Steps of the whole run, in place of epochs."""
     save_every: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints; 0: only at the end."""
+    async_save: bool = False
+    """Write checkpoints while training goes on; the host keeps a copy of what each rank saves until then. The last one
+    is waited for."""
     keep: Count = 2
     """How many of the newest checkpoints stay."""
     evaluate_every: Annotated[int, Field(ge=0)] = 0

@@ -3,9 +3,10 @@
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +19,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from omnibal.engine import saved_files
 from omnibal.engine.checkpoint import join_layers, write_model_files
@@ -31,7 +33,7 @@ from omnibal.engine.table import TableEngine
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.families.base import check_frozen
 from omnibal.plan import Plan
-from omnibal.ranks import WORK, gather, rank_zero_only, run_on_all_ranks
+from omnibal.ranks import WORK, any_rank, gather, rank_zero_only, run_on_all_ranks
 from omnibal.vlm.weights import SINGLE_FILE, check_data, load_data
 
 LOG: Final = logging.getLogger(__name__)
@@ -39,6 +41,25 @@ LOG: Final = logging.getLogger(__name__)
 _CLASSES: Final = (LossScaler, ZeroStageEnum, fragment_address)
 # Where the optimizer's state lies: under other values each rank reads it by the names of its weights.
 _PLACES: Final = ("partition", "num_replicas", "num_tensor", "zero_stage", "grad_accum_dtype")
+
+
+@dataclass(frozen=True)
+class _Save:
+    """A checkpoint that is not whole yet, and its files by name, which threads of this rank write or check."""
+
+    unfinished: Path
+    is_latest: bool
+    keep: int | None
+    files: dict[str, Future[SavedFile]] = field(default_factory=dict)
+
+    @property
+    def is_written(self) -> bool:
+        return all(file.done() for file in self.files.values())
+
+    def written(self) -> dict[str, SavedFile]:
+        """What each file is, by name, when all threads are done."""
+        with _explained(self.unfinished):
+            return {name: file.result() for name, file in self.files.items()}
 
 
 class CheckpointedEngine(TableEngine):
@@ -49,6 +70,7 @@ class CheckpointedEngine(TableEngine):
     plan: Plan
     loader: Loader
     settings: Settings
+    _saving: _Save | None = None
 
     @property
     def where(self) -> str:
@@ -63,6 +85,7 @@ class CheckpointedEngine(TableEngine):
         keep: int | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        async_save: bool = False,
     ) -> None:
         """Save weights, optimizer, learning-rate schedule and the position in the data, all ranks together.
 
@@ -75,12 +98,23 @@ class CheckpointedEngine(TableEngine):
             keep: Delete all but the newest ``keep`` checkpoints afterwards; by default none is deleted.
             exclude_frozen_parameters: Leave out weights that are not trained. Always so beside adapters, where the
                 model's folder holds them.
+            async_save: Copy what is saved to the host's memory and return; a thread of each rank writes it while
+                training goes on. The checkpoint is whole, and what failed is raised, at the first ``train_batch``
+                behind the end of all threads, at the next save, or in ``finish_saving``.
         """
+        self.finish_saving()
+        with self._noted_saving():
+            self._begin_save(save_dir, tag, client_state, keep, save_latest, exclude_frozen_parameters, async_save)
+        if not async_save:
+            self.finish_saving()
+
+    @contextmanager
+    def _noted_saving(self) -> Iterator[None]:
         with WORK.within(self.global_steps):
             WORK.at("saving of a checkpoint", is_long=True)
-            self._save(save_dir, tag, client_state, keep, save_latest, exclude_frozen_parameters)
+            yield
 
-    def _save(
+    def _begin_save(
         self,
         save_dir: str | Path,
         tag: str | None,
@@ -88,6 +122,7 @@ class CheckpointedEngine(TableEngine):
         keep: int | None,
         save_latest: bool,
         exclude_frozen_parameters: bool,
+        async_save: bool,
     ) -> None:
         self.settle_weights()
         # 1. Rank 0 makes an unfinished folder beside the others. 2. Every rank writes its files into it, and notes the
@@ -100,31 +135,68 @@ class CheckpointedEngine(TableEngine):
             raise ConfigError(f"tag must be the same on all ranks, got {', '.join(sorted(set(tags)))}")
         unfinished = folder / f"{tag}{saved_files.UNFINISHED}"
         state = {**(client_state or {}), "sampler": self.loader.state_dict()}
+        begin = partial(saved_files.begin, folder, tag)
+        rank_zero_only(begin, doing=f"makes a folder for checkpoint {tag}", where=self.where)
+        exclude_frozen = exclude_frozen_parameters or self.resolved.base is not None
+        save = _Save(unfinished, save_latest, keep)
+        with self._deleted_if_it_fails(save):
+            write = partial(self._write, save, state, exclude_frozen, async_save)
+            run_on_all_ranks(write, where=self.where)
+        self._saving = save
+
+    def finish_saving(self) -> None:
+        """Wait until the checkpoint of an ``async_save`` is whole, if there is one; all ranks together.
+
+        Raises:
+            OmnibalError: A file could not be written, on any rank.
+        """
+        save, self._saving = self._saving, None
+        if save is None:
+            return
         on_rank_zero = partial(rank_zero_only, where=self.where)
-        on_rank_zero(lambda: saved_files.begin(folder, tag), doing=f"makes a folder for checkpoint {tag}")
+        with self._noted_saving():
+            with self._deleted_if_it_fails(save):
+                own = run_on_all_ranks(save.written, where=self.where)
+                files = {name: saved for of_rank in gather(own) for name, saved in of_rank.items()}
+                complete = partial(self._complete, save.unfinished, files, is_latest=save.is_latest)
+                on_rank_zero(complete, doing=f"completes checkpoint {save.unfinished.stem}")
+            if save.keep is not None:
+                delete = partial(saved_files.keep_newest, save.unfinished.parent, save.keep)
+                on_rank_zero(delete, doing="deletes old checkpoints")
+
+    def _finish_written_save(self) -> None:
+        """As ``finish_saving``, if no rank has to wait for its threads."""
+        if self._saving is not None and not any_rank(not self._saving.is_written, self.device):
+            self.finish_saving()
+
+    @contextmanager
+    def _deleted_if_it_fails(self, save: _Save) -> Iterator[None]:
         try:
-            exclude_frozen = exclude_frozen_parameters or self.resolved.base is not None
-            own = run_on_all_ranks(lambda: self._write(unfinished, state, exclude_frozen), where=self.where)
-            files = {name: saved for of_rank in gather(own) for name, saved in of_rank.items()}
-            complete = partial(self._complete, unfinished, files, is_latest=save_latest)
-            on_rank_zero(complete, doing=f"completes checkpoint {tag}")
-        except OmnibalError:  # on all ranks, none of which writes any more
+            yield
+        except OmnibalError:  # on all ranks
+            wait(save.files.values())
+            gather(None)  # behind it no thread of any rank writes into the folder
             if self.global_rank == 0:
-                shutil.rmtree(unfinished, ignore_errors=True)
+                shutil.rmtree(save.unfinished, ignore_errors=True)
             raise
-        if keep is not None:
-            on_rank_zero(lambda: saved_files.keep_newest(folder, keep), doing="deletes old checkpoints")
 
-    def _write(self, unfinished: Path, state: dict[str, Any], exclude_frozen: bool) -> dict[str, SavedFile]:
-        """Write this rank's files, and return what each is, by name."""
-        folder, name = str(unfinished.parent), unfinished.name
-        looks: dict[str, Future[SavedFile]] = {}
-        save = self.checkpoint_engine.save
+    def _write(self, save: _Save, state: dict[str, Any], exclude_frozen: bool, async_save: bool) -> None:
+        """Write this rank's files, or let a thread write copies."""
+        folder, name = str(save.unfinished.parent), save.unfinished.name
+        write = self.checkpoint_engine.save
+        pool = ThreadPoolExecutor(1 if async_save else saved_files.READERS)
 
-        def save_and_look(state_dict: Any, path: str) -> None:
+        def write_and_look(state_dict: Any, path: str) -> None:
+            if async_save:
+                save.files[Path(path).name] = pool.submit(write_all, tree_map(_held, state_dict), path)
+                return
             # A file is read for its checksum while DeepSpeed writes the next, and while the system has it in memory.
-            save(state_dict, path)
-            looks[Path(path).name] = pool.submit(look, Path(path))
+            write(state_dict, path)
+            save.files[Path(path).name] = pool.submit(look, Path(path))
+
+        def write_all(state_dict: Any, path: str) -> SavedFile:
+            write(state_dict, path)
+            return look(Path(path))
 
         def look(path: Path) -> SavedFile:
             saved_files.flush(path)
@@ -132,21 +204,20 @@ class CheckpointedEngine(TableEngine):
                 check_data(path, *_CLASSES)
             return SavedFile.of(path, self.global_rank)
 
-        with (
-            _explained(unfinished),
-            ThreadPoolExecutor(saved_files.READERS) as pool,
-            _replaced(self.checkpoint_engine, save=save_and_look),
-        ):
-            # What DeepSpeedEngine.save_checkpoint does on each rank, without its barriers, which time out while a rank
-            # writes, and without its file "latest". _save_checkpoint writes this rank's share of the layers and, on
-            # the ranks that DeepSpeed chooses, the engine's state; _save_zero_checkpoint a part of the optimizer's.
-            info = CheckpointCommitInfo(tag=name, save_dir=folder, save_latest=False)
-            self.checkpoint_engine.create(info)
-            self._save_checkpoint(folder, name, client_state=state, exclude_frozen_parameters=exclude_frozen)
-            if self.save_zero_checkpoint:
-                self._save_zero_checkpoint(folder, name)
-            self.checkpoint_engine.commit(info)
-            return {name: future.result() for name, future in looks.items()}
+        try:
+            with _explained(save.unfinished), _replaced(self.checkpoint_engine, save=write_and_look):
+                # What DeepSpeedEngine.save_checkpoint does on each rank, without its barriers, which time out while a
+                # rank writes, and without its file "latest". _save_checkpoint writes this rank's share of the layers
+                # and, on the ranks that DeepSpeed chooses, the engine's state; _save_zero_checkpoint a part of the
+                # optimizer's.
+                info = CheckpointCommitInfo(tag=name, save_dir=folder, save_latest=False)
+                self.checkpoint_engine.create(info)
+                self._save_checkpoint(folder, name, client_state=state, exclude_frozen_parameters=exclude_frozen)
+                if self.save_zero_checkpoint:
+                    self._save_zero_checkpoint(folder, name)
+                self.checkpoint_engine.commit(info)
+        finally:
+            pool.shutdown(wait=False)
 
     def _complete(self, unfinished: Path, files: dict[str, SavedFile], *, is_latest: bool) -> None:
         with _explained(unfinished):
@@ -415,6 +486,11 @@ def _replaced(checkpoint_engine: Any, **methods: Callable[..., Any]) -> Iterator
 def _load(path: Any, map_location: Any = None) -> Any:
     # TorchCheckpointEngine.load unpickles whatever a file holds; this reads data only.
     return load_data(path, *_CLASSES, map_location=map_location)
+
+
+def _held(value: Any) -> Any:
+    """A copy that training does not change, of a tensor in the host's memory."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else deepcopy(value)
 
 
 @contextmanager

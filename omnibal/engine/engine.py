@@ -159,6 +159,7 @@ class OmnibalEngine(CheckpointedEngine):
 
     def _train(self, meter: AbstractContextManager[object], steps: Steps | None = None) -> Tensor:
         """One step; what it computes and receives, without the reading of its samples, runs under the meter."""
+        self._finish_written_save()
         with WORK.within(self.global_steps + 1):
             return self._noted_step(meter, steps)
 

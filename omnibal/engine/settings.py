@@ -46,7 +46,8 @@ _TAKEN: Final = (
     "omnibal.optimizer.learning_rates.vision", "omnibal.optimizer.learning_rates.projector",
     "omnibal.optimizer.learning_rates.language",
     "omnibal.run.output", "omnibal.run.epochs", "omnibal.run.max_steps", "omnibal.run.save_every", "omnibal.run.keep",
-    "omnibal.run.evaluate_every", "omnibal.run.watchdog_seconds", "omnibal.run.not_finite", "omnibal.cluster",
+    "omnibal.run.async_save", "omnibal.run.evaluate_every", "omnibal.run.watchdog_seconds", "omnibal.run.not_finite",
+    "omnibal.cluster",
 )  # fmt: skip
 _REFUSED: Final = (
     # round_robin_gradients and parameter_alignment say which rank has the state of which parameter

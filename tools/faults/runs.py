@@ -15,12 +15,13 @@ from tests.engine.cases import SmallDataset, changed, settings, weights_of
 STEPS = 6
 MET = "met"  # a file that is there once ranks can notice that one of them ends
 ENCODER = {"units": {"num_replicas": 1}, "spread": "spread"}
+ASYNC = ("pipeline", "units")  # layouts whose checkpoints threads write while training goes on
 
 
 def config_of(layout: str, model: str, output: str) -> dict[str, object]:
     """The ds_config of a layout."""
     config = settings(model, num_stages=1 if layout == "tensor" else 2)
-    config = changed(config, "run", output=output, max_steps=STEPS, save_every=1, keep=2)
+    config = changed(config, "run", output=output, max_steps=STEPS, save_every=1, keep=2, async_save=layout in ASYNC)
     if layout in ENCODER:
         config = changed(config, "pipeline", encoder=ENCODER[layout])
     if layout == "tensor":
