@@ -198,7 +198,8 @@ def _held_out_loader(engine: OmnibalEngine, workspace: Workspace, held_out: VlmD
 def _check_checkpoints(run: RunSection, tag: str | None, *, resume: bool, restart: bool) -> None:
     """Refuse a run that could not begin as it is asked to, before anything that takes long."""
     checkpoints = run.files.checkpoints
-    found = {path.name for path in checkpoints.iterdir()} if checkpoints.is_dir() else set()
+    # A run that was killed in its first save has left an unfinished folder, and DeepSpeed's scripts beside it.
+    found = {path.name for path in checkpoints.iterdir() if path.is_dir()} if checkpoints.is_dir() else set()
     found = {name for name in found if not name.endswith(saved_files.UNFINISHED)}
     if resume and not found:
         raise ConfigError(

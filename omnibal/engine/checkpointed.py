@@ -126,9 +126,10 @@ class CheckpointedEngine(TableEngine):
     ) -> None:
         self.settle_weights()
         # 1. Rank 0 makes an unfinished folder beside the others. 2. Every rank writes its files into it, and notes the
-        # size and checksum of each. 3. Rank 0 gathers these, adds the model's files and the manifest, and gives the
-        # folder its name; "latest" comes last. In between ranks wait where nothing times out, and what fails on one
-        # rank is raised on all: then rank 0 deletes the unfinished folder.
+        # size and checksum of each. 3. In `finish_saving`, which an asynchronous save leaves to a later step, rank 0
+        # gathers these, adds the model's files and the manifest, and gives the folder its name; "latest" comes last. In
+        # between ranks wait where nothing times out, and what fails on one rank is raised on all: then rank 0 deletes
+        # the unfinished folder.
         folder, tag = Path(save_dir), f"global_step{self.global_steps}" if tag is None else str(tag)
         tags = gather(tag)
         if len(set(tags)) > 1:
@@ -250,6 +251,7 @@ class CheckpointedEngine(TableEngine):
         Returns:
             The checkpoint's path, and the ``client_state`` it was saved with.
         """
+        self.finish_saving()
         self.settle_weights()
         folder = Path(load_dir)
         name = self._choose(folder, None if tag is None else str(tag), fall_back=fall_back)

@@ -10,9 +10,11 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from transformers import InternVLForConditionalGeneration
 
+from omnibal.config import RunSection
 from omnibal.engine.initialize import initialize
 from omnibal.engine.resolve import UserOptimizer, resolve
 from omnibal.errors import ConfigError
+from omnibal.train import _check_checkpoints
 from omnibal.workspace import Workspace
 from tests.engine.cases import SmallDataset, changed, settings
 from tests.engine.launch import launch
@@ -200,3 +202,16 @@ def test_a_model_in_memory_must_be_what_is_trained(model):
     with pytest.raises(ConfigError, match=r"parameters of model must be trained but .* got model\.vision_tower"):
         resolve(Workspace.read(config), instance, 1)
     assert resolve(Workspace.read(changed(config, "model", frozen=["patch_embedding"])), instance, 1)
+
+
+def test_a_run_that_was_killed_in_its_first_save_begins_anew(tmp_path):
+    run = RunSection(output=str(tmp_path))
+    checkpoints = run.files.checkpoints
+    (checkpoints / "global_step1.unfinished").mkdir(parents=True)
+    (checkpoints / "zero_to_fp32.py").touch()  # which DeepSpeed writes first
+    _check_checkpoints(run, None, resume=False, restart=False)
+    with pytest.raises(ConfigError, match="must hold checkpoints to go on from"):
+        _check_checkpoints(run, None, resume=True, restart=False)
+    (checkpoints / "global_step1").mkdir()
+    with pytest.raises(ConfigError, match="must be a folder without checkpoints"):
+        _check_checkpoints(run, None, resume=False, restart=False)
