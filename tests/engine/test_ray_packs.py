@@ -46,7 +46,8 @@ def cluster():
 
 
 def _start_cluster():
-    patient = {"gcs_rpc_server_reconnect_timeout_s": 600, "health_check_failure_threshold": 200}
+    # Readers have a niceness of 15 by default: beside other work on all cores they would take minutes.
+    patient = {"gcs_rpc_server_reconnect_timeout_s": 600, "health_check_failure_threshold": 200, "worker_niceness": 0}
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     ray.init(address="local", num_cpus=2, _system_config=patient, **quiet)
 
