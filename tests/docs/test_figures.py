@@ -108,8 +108,9 @@ def test_packers_compared_in_docs_are_those_of_the_results():
         assert f"| {' | '.join([method, *cells])} | {sum(row['lost'] for row in four):,} |" in page
 
 
-def test_orders_compared_are_those_of_the_results():
-    runs = json.loads((ROOT / "tools/parity/orders.json").read_text())["runs"]
+@pytest.mark.parametrize("name", ["orders.json", "orders_mixed.json"])
+def test_orders_compared_are_those_of_the_results(name):
+    runs = json.loads((ROOT / "tools/parity" / name).read_text())["runs"]
     report = (ROOT / "tools/parity/RESULTS.md").read_text()
     for method in dict.fromkeys(run["method"] for run in runs):
         own = [run for run in runs if run["method"] == method]
