@@ -300,9 +300,8 @@ def _steps(
             _calibrate(engine, timed, log, bar)
         is_last = engine.global_steps == last_step
         ends = any_rank(request.signal is not None, engine.device) and not is_last
-        # before an evaluation, which runs a caller's code and reads other data: what fails there must cost no step
         if is_last or ends or _due(engine.global_steps, run.save_every):
-            beside = run.async_save and not (is_last or ends)
+            beside = run.async_save and not ends
             engine.save_checkpoint(run.files.checkpoints, keep=run.keep, async_save=beside)
         if ends:
             bar.close()
@@ -310,6 +309,8 @@ def _steps(
                 LOG.warning("The run ends early, as asked: step %d is saved, --resume goes on", engine.global_steps)
             return False
         if is_last or _due(engine.global_steps, run.evaluate_every):
+            # An evaluation runs a caller's code and reads other data: what fails there must cost no step.
+            engine.finish_saving()
             evaluate(bar)
     bar.close()
     return True

@@ -325,7 +325,7 @@ class RunSection(Section):
     """Steps between checkpoints; 0: only at the end."""
     async_save: bool = False
     """Write checkpoints while training goes on; the host keeps a copy of what each rank saves until then. The last one
-    is waited for."""
+    is waited for, and so is one before an evaluation."""
     keep: Count = 2
     """How many of the newest checkpoints stay."""
     evaluate_every: Annotated[int, Field(ge=0)] = 0
