@@ -16,7 +16,7 @@ from markdown_it import MarkdownIt
 ROOT = Path(__file__).parents[1]
 REPORTS = sorted([*ROOT.glob("tools/*/RESULTS.md"), ROOT / "tools/sampling/VISION.md", ROOT / "docs/leaks.md"])
 NUMBER = re.compile(r"[+−-]?\d[\d,]*(\.\d+)?(e[+-]\d+)?")
-DATE = re.compile(r"\b2026-\d\d-\d\d\b")
+DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b")
 
 
 def as_json() -> str:

@@ -281,10 +281,10 @@ def _check_clipping(config: dict[str, Any], layout: Layout) -> None:
 
 def _check_writer(config: dict[str, Any]) -> None:
     """Refuse checkpoints of other kinds: written behind a run's back, nobody would know when one is whole."""
-    checkpoint, whole = config.get("checkpoint", {}), "omnibal.run.async_save writes while training goes on"
+    checkpoint, instead = config.get("checkpoint", {}), "omnibal.run.async_save writes while training goes on"
     given = {
-        "checkpoint.writer.decoupled": (checkpoint.get("writer", {}).get("decoupled", False), whole),
-        "datastates_ckpt": (config.get("datastates_ckpt", False), whole),
+        "checkpoint.writer.decoupled": (checkpoint.get("writer", {}).get("decoupled", False), instead),
+        "datastates_ckpt": (config.get("datastates_ckpt", False), instead),
         "checkpoint.use_node_local_storage": (checkpoint.get("use_node_local_storage", False), "all hosts share it"),
         "checkpoint.load_universal": (checkpoint.get("load_universal", False), "export a model to go on otherwise"),
     }

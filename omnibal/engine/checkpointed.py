@@ -45,7 +45,7 @@ _PLACES: Final = ("partition", "num_replicas", "num_tensor", "zero_stage", "grad
 
 @dataclass(frozen=True)
 class _Save:
-    """A checkpoint that is not whole yet, and its files by name, which threads of this rank write or check."""
+    """A checkpoint that has no name yet; threads of this rank write or check the files, by name."""
 
     unfinished: Path
     is_latest: bool
@@ -102,48 +102,30 @@ class CheckpointedEngine(TableEngine):
                 training goes on. The checkpoint is whole, and what failed is raised, at the first ``train_batch``
                 behind the end of all threads, at the next save, or in ``finish_saving``.
         """
-        self.finish_saving()
-        with self._noted_saving():
-            self._begin_save(save_dir, tag, client_state, keep, save_latest, exclude_frozen_parameters, async_save)
-        if not async_save:
-            self.finish_saving()
-
-    @contextmanager
-    def _noted_saving(self) -> Iterator[None]:
-        with WORK.within(self.global_steps):
-            WORK.at("saving of a checkpoint", is_long=True)
-            yield
-
-    def _begin_save(
-        self,
-        save_dir: str | Path,
-        tag: str | None,
-        client_state: dict[str, Any] | None,
-        keep: int | None,
-        save_latest: bool,
-        exclude_frozen_parameters: bool,
-        async_save: bool,
-    ) -> None:
-        self.settle_weights()
         # 1. Rank 0 makes an unfinished folder beside the others. 2. Every rank writes its files into it, and notes the
         # size and checksum of each. 3. In `finish_saving`, which an asynchronous save leaves to a later step, rank 0
         # gathers these, adds the model's files and the manifest, and gives the folder its name; "latest" comes last. In
         # between ranks wait where nothing times out, and what fails on one rank is raised on all: then rank 0 deletes
         # the unfinished folder.
-        folder, tag = Path(save_dir), f"global_step{self.global_steps}" if tag is None else str(tag)
-        tags = gather(tag)
-        if len(set(tags)) > 1:
-            raise ConfigError(f"tag must be the same on all ranks, got {', '.join(sorted(set(tags)))}")
-        unfinished = folder / f"{tag}{saved_files.UNFINISHED}"
-        state = {**(client_state or {}), "sampler": self.loader.state_dict()}
-        begin = partial(saved_files.begin, folder, tag)
-        rank_zero_only(begin, doing=f"makes a folder for checkpoint {tag}", where=self.where)
-        exclude_frozen = exclude_frozen_parameters or self.resolved.base is not None
-        save = _Save(unfinished, save_latest, keep)
-        with self._deleted_if_it_fails(save):
-            write = partial(self._write, save, state, exclude_frozen, async_save)
-            run_on_all_ranks(write, where=self.where)
-        self._saving = save
+        self.finish_saving()
+        with self._noted_saving():
+            self.settle_weights()
+            folder, tag = Path(save_dir), f"global_step{self.global_steps}" if tag is None else str(tag)
+            tags = gather(tag)
+            if len(set(tags)) > 1:
+                raise ConfigError(f"tag must be the same on all ranks, got {', '.join(sorted(set(tags)))}")
+            unfinished = folder / f"{tag}{saved_files.UNFINISHED}"
+            state = {**(client_state or {}), "sampler": self.loader.state_dict()}
+            begin = partial(saved_files.begin, folder, tag)
+            rank_zero_only(begin, doing=f"makes a folder for checkpoint {tag}", where=self.where)
+            exclude_frozen = exclude_frozen_parameters or self.resolved.base is not None
+            save = _Save(unfinished, save_latest, keep)
+            with self._deleted_if_it_fails(save):
+                write = partial(self._write, save, state, exclude_frozen, async_save)
+                run_on_all_ranks(write, where=self.where)
+            self._saving = save
+        if not async_save:
+            self.finish_saving()
 
     def finish_saving(self) -> None:
         """Wait until the checkpoint of an ``async_save`` is whole, if there is one; all ranks together.
@@ -164,6 +146,12 @@ class CheckpointedEngine(TableEngine):
             if save.keep is not None:
                 delete = partial(saved_files.keep_newest, save.unfinished.parent, save.keep)
                 on_rank_zero(delete, doing="deletes old checkpoints")
+
+    @contextmanager
+    def _noted_saving(self) -> Iterator[None]:
+        with WORK.within(self.global_steps):
+            WORK.at("saving of a checkpoint", is_long=True)
+            yield
 
     def _finish_written_save(self) -> None:
         """As ``finish_saving``, if no rank has to wait for its threads."""
@@ -491,7 +479,8 @@ def _load(path: Any, map_location: Any = None) -> Any:
 
 
 def _held(value: Any) -> Any:
-    """A copy that training does not change, of a tensor in the host's memory."""
+    """A copy that training does not change; a tensor's lies in the host's memory."""
+    # DeepSpeed's clone_tensors_for_torch_save would share arrays with the caller.
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else deepcopy(value)
 
 
