@@ -25,8 +25,5 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     echo "$wanted" > "$stamp"
 fi
 
-# DeepSpeed compiles an operator on its first start; environments must not share (and rebuild) each other's.
-export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$VIRTUAL_ENV/torch_extensions}
-
 # One thread a process: the processes of a pipeline share the cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

@@ -23,7 +23,7 @@ from omnibal.errors import ENGINE_MODULES, require
 
 require(*ENGINE_MODULES)
 
-from omnibal.processes import EndRequest, keep_extensions_apart, let_segments_grow
+from omnibal.processes import EndRequest, let_segments_grow
 
 let_segments_grow()
 
@@ -377,7 +377,6 @@ def _due(step: int, every: int) -> bool:
 
 def main() -> None:
     """Train as the command line says; what is wrong is said in one line."""
-    keep_extensions_apart()
     arguments = _arguments()
     try:
         train(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from omnibal.errors import ENGINE_MODULES, ConfigError, require
 from omnibal.plan import Plan
-from omnibal.processes import LAUNCHER, free_port, keep_extensions_apart, let_segments_grow, reason_of
+from omnibal.processes import LAUNCHER, free_port, let_segments_grow, reason_of
 
 require(*ENGINE_MODULES)
 
@@ -152,7 +152,6 @@ def _bytes(found: re.Match[str] | None) -> int:
 def main() -> None:
     """Time the steps that follow one to warm up, from barrier to barrier, and measure the memory of one more."""
     let_segments_grow()
-    keep_extensions_apart()
     import torch
 
     from omnibal.engine.initialize import initialize

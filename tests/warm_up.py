@@ -1,14 +1,12 @@
 """Compiles what a fresh environment lacks before two workers and their ranks each do so: python -m tests.warm_up.
 
-DeepSpeed's extension for the CPU lies beside the environment, whence conftest.py copies it for each worker; numba's
-code lies in the user's cache. What is not met here is compiled when a test needs it.
+numba's code lies in the user's cache. What is not met here is compiled when a test needs it.
 """
 
 import json
 import tempfile
 from pathlib import Path
 
-from deepspeed.accelerator import get_accelerator
 from typer.testing import CliRunner
 
 from omnibal.cli.main import app
@@ -17,8 +15,7 @@ from tests.engine.demo import demo_config
 
 
 def main() -> None:
-    """Build the extension, make a plan, and divide samples over ranks."""
-    get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)
+    """Make a plan, and divide samples over ranks."""
     with tempfile.TemporaryDirectory() as name:
         file = Path(name) / "config.json"
         file.write_text(json.dumps(demo_config(Path(name))))

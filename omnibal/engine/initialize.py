@@ -10,7 +10,6 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import closing
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,7 +46,7 @@ from omnibal.errors import ENGINE_MODULES, ConfigError, said
 from omnibal.families.base import trained_in_words
 from omnibal.feeds.sampler import check_agreement
 from omnibal.plan import Plan
-from omnibal.processes import ExplainedWait, end_with_launcher
+from omnibal.processes import end_with_launcher
 from omnibal.ranks import gather, gloo_group, run_on_all_ranks
 from omnibal.ranks.agreement import hosts_of
 from omnibal.vlm.weights import spare_weights
@@ -55,7 +54,6 @@ from omnibal.workspace import Workspace
 
 LOG: Final = logging.getLogger(__name__)
 E = TypeVar("E", bound=OmnibalEngine)
-SHARED_MEMORY: Final = Path("/dev/shm")
 # How to have what `deepspeed.initialize` takes and `initialize` does not.
 # Hosts may have the same files in places of their own; lengths tell whether these are the same.
 _PLACES: Final = (
@@ -135,12 +133,12 @@ def meet(backend: str, **rendezvous: Any) -> None:
         raise ConfigError(
             "processes must be started by a launcher, got no LOCAL_RANK; start them with `deepspeed` or `torchrun`"
         )
-    with closing(ExplainedWait()):
-        deepspeed.init_distributed(dist_backend=backend, verbose=False, **rendezvous)
+    # On a CPU `build_shm_op` of deepspeed/comm/torch.py would compile this extension for minutes: gloo does without.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend=backend, verbose=False, **rendezvous)
     _set_device()
     gloo_group(dist.group.WORLD)
     if backend == "gloo" and not have_met:
-        _release_shared_memory()
         atexit.register(_leave)  # gloo's threads abort a process that ends without having taken leave
 
 
@@ -152,17 +150,6 @@ def _leave() -> None:
     gloo_group.cache_clear()  # or its threads would outlive what follows
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _release_shared_memory() -> None:
-    """Let DeepSpeed's buffers in shared memory end with the launch's processes.
-
-    On a CPU it opens a file of 66 MiB for each process and never removes it: that memory would stay taken until the
-    machine restarts. A file that has lost its name lives as long as somebody has it open.
-    """
-    dist.barrier(gloo_group(dist.group.WORLD))
-    for path in SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_*_{os.environ.get('MASTER_PORT')}_*"):
-        path.unlink(missing_ok=True)
 
 
 def user_optimizer(
@@ -316,25 +303,24 @@ def build_engine(
     # PipelineModule makes its process groups and the layers of this rank's stage; weights are read as layers are made.
     module = module_class(resolved, plan, source)
     spare = run_on_all_ranks(lambda: _spare_weights(resolved, source))
-    with closing(ExplainedWait()):  # for an optimizer that is compiled
-        return engine_class(
-            resolved=resolved,
-            plan=plan,
-            loader=loader,
-            spare=spare,
-            on_gradient=own.on_gradient,
-            optimizer=own.optimizer,
-            lr_scheduler=own.lr_scheduler,
-            model_parameters=module.parameter_groups(resolved.section.optimizer),
-            args=None,  # of a command line, where DeepSpeed would look for its configuration
-            model=module,
-            mpu=module.mpu(),  # the groups of stages and replicas that the module has made
-            dist_init_required=False,  # the processes have met
-            # DeepSpeedEngine reads the parsed config_class; config is what its checkpoints keep of it.
-            config=config._param_dict,
-            config_class=config,
-            **others,
-        )
+    return engine_class(
+        resolved=resolved,
+        plan=plan,
+        loader=loader,
+        spare=spare,
+        on_gradient=own.on_gradient,
+        optimizer=own.optimizer,
+        lr_scheduler=own.lr_scheduler,
+        model_parameters=module.parameter_groups(resolved.section.optimizer),
+        args=None,  # of a command line, where DeepSpeed would look for its configuration
+        model=module,
+        mpu=module.mpu(),  # the groups of stages and replicas that the module has made
+        dist_init_required=False,  # the processes have met
+        # DeepSpeedEngine reads the parsed config_class; config is what its checkpoints keep of it.
+        config=config._param_dict,
+        config_class=config,
+        **others,
+    )
 
 
 def warn_of_float32(device_name: str, dtype: str) -> None:

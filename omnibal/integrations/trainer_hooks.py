@@ -27,7 +27,7 @@ from omnibal.integrations.losses import keeps_sft_loss, works_on_targets
 from omnibal.integrations.packing import PackCollator, check_packed
 from omnibal.integrations.padded import PaddedSampler
 from omnibal.integrations.trainer_steps import Costs, Waiting, module_of
-from omnibal.processes import EndRequest, ExplainedWait, leave_ends_to_parent
+from omnibal.processes import EndRequest, leave_ends_to_parent
 from omnibal.profile.calibration import SIZES
 from omnibal.profile.records import Level, ModelProfile
 from omnibal.ranks import any_rank
@@ -354,16 +354,6 @@ def _means(steps: list[TrainedStep]) -> dict[str, float]:
         figures["waited_seconds"] = sum((share or 0.0) * seconds for share, seconds in shares) / count
     held = {source: sum(step.shares[source][1] for step in steps) / count for source in steps[0].shares}
     return figures | {f"share_{source}": share for source, share in held.items()}
-
-
-class ExplainsStart(TrainerCallback):
-    """Explains what a start under DeepSpeed waits for, until training begins."""
-
-    def __init__(self) -> None:
-        self._wait = ExplainedWait()
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
-        self._wait.close()  # the optimizer is there: all extensions are loaded
 
 
 class EndsWhenAsked(TrainerCallback):

@@ -36,7 +36,6 @@ from omnibal.integrations.target_rows import base_of, language_of
 from omnibal.integrations.trainer_calibration import CalibratesCosts, measured_before
 from omnibal.integrations.trainer_hooks import (
     EndsWhenAsked,
-    ExplainsStart,
     PacksCallback,
     add_recipe,
     check_model,
@@ -243,8 +242,6 @@ def rearrange(trainer: Trainer, limits: PackLimits | None = None, *, padded: boo
 def _begin(trainer: Trainer) -> None:
     refuse_settings(trainer)
     trainer.add_callback(EndsWhenAsked(trainer))
-    if trainer.is_deepspeed_enabled:
-        trainer.add_callback(ExplainsStart())
     if layout_of(trainer) in ("zero3", "fsdp") and trainer.args.world_size > 1:
         with suppress(ConfigError):  # of a model whose encoders nobody has described
             encode_in_every_evaluation(base_of(trainer.accelerator.unwrap_model(trainer.model)))

@@ -5,6 +5,7 @@ import os
 import pytest
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.utils import DistributedType
+from deepspeed.comm import comm
 
 from omnibal.engine.initialize import meet
 from omnibal.errors import ConfigError
@@ -30,6 +31,14 @@ def with_deepspeed():
 
 def without_deepspeed():
     return kind_of_accelerator(plugin=False)
+
+
+def shared_memory():
+    return comm.cdb.shm_comm_op
+
+
+def test_no_extension_is_compiled_to_meet():
+    assert launch(2, "tests.engine.test_meeting:shared_memory") == [None, None]
 
 
 def test_a_launch_leaves_nothing_of_its_trainers_to_the_next_one():

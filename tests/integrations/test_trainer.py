@@ -4,17 +4,14 @@ import logging
 import os
 import re
 import signal
-import threading
 from copy import deepcopy
 from functools import partial
 from itertools import combinations_with_replacement, product
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 pytest.importorskip("accelerate")
@@ -27,7 +24,6 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
-from omnibal import processes
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
@@ -44,7 +40,6 @@ from omnibal.integrations.trainer_hooks import (
 from omnibal.integrations.trainer_steps import counted_profile
 from omnibal.integrations.transformers import balance, rearrange
 from omnibal.processes import ENDS
-from omnibal.ranks import place
 from tests.engine.launch import launch
 from tests.integrations.items import Collate, config_of, items_of
 from tests.integrations.trainers import (
@@ -102,17 +97,11 @@ def check_exact(case, folder, limits=None):
     limits = limits or LIMITS[case.family]
     options = {"samples_per_step": samples_under_limits(trainer)}
     options |= {"loss_reduction": case.loss_reduction, "padded": case.padded}
-    lock = dead_lock(folder)
     sampler = balance(trainer, limits, **options)
-    explains = trainer.is_deepspeed_enabled and dist.get_rank() == 0
-    assert (lock.exists(), len(explaining())) == (not trainer.is_deepspeed_enabled, explains)
     assert sampler.num_replicas == trainer.args.world_size // (2 if case.layout == "tp" else 1)
     if case.layout == "tp":
         assert sampler.rank == trainer.model._device_mesh["fsdp"].get_local_rank()
     trainer.train()
-    for thread in explaining():
-        thread.join(60)
-    assert not explaining()
 
     backward = plain_backward if case.loss_reduction == "token" else square_backward
     optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=LEARNING_RATE)
@@ -190,20 +179,6 @@ def check_pairs(family, layout, folder, pairs=None):
     assert_close(weights_of(trainer.model), weights_of(plain), atol=1e-5)
     evaluated = [items[sample] for samples, _ in held if len(samples) == 2 for sample in samples]
     check_evaluation(trainer, plain, evaluated, family)
-
-
-def dead_lock(folder):
-    """That of an extension which a process of this rank has compiled and that was killed."""
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder / f"extensions{place()[0]}")
-    lock = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / "fused_adam" / "lock"
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    lock.touch()
-    return lock
-
-
-def explaining():
-    """Threads that explain what a start waits for."""
-    return [thread for thread in threading.enumerate() if thread.name == processes.THREAD]
 
 
 def square_backward(plain, samples):

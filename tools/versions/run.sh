@@ -39,7 +39,7 @@ for set in $sets; do
         continue
     fi
     rm -f "$environments/$set.xml"
-    PATH=$venv/bin:$PATH TORCH_EXTENSIONS_DIR=$venv/torch_extensions \
+    PATH=$venv/bin:$PATH \
         "$venv/bin/python" -m pytest -p no:cacheprovider --junit-xml="$environments/$set.xml" "$@" || failed=1
     rows+="$set|$("$venv/bin/python" - "$environments/$set.xml" <<'PYTHON'
 import sys
