@@ -405,8 +405,8 @@ class CheckpointedEngine(TableEngine):
     ) -> tuple[dict[str, Any], SavedStates | None]:
         """Open what this rank will load; the weights must be those of its layers.
 
-        The result is the position in the data, and the optimizer's state if that ``is_moved``: DeepSpeed reads it only
-        where this rank wrote it.
+        The result is the position in the data, and the optimizer's state if that ``is_moved`` or has its groups in
+        another order: DeepSpeed reads it only where this rank wrote it.
         """
         saved = saved_files.read_manifest(checkpoint)
         for key, value in layout.items():  # or optimizer states would land on other layers
@@ -416,6 +416,12 @@ class CheckpointedEngine(TableEngine):
                     f"{key} must be that of the checkpoint {checkpoint} ({before}) to resume, got {value}; "
                     "to go on under another one, export the checkpoint and start from the exported model"
                 )
+        by_name = is_moved
+        if with_optimizer:
+            has_order = self.settings.check_groups(
+                saved.get("settings"), by_name=is_moved, with_schedule="scheduler" in layout
+            )
+            by_name = is_moved or not has_order
         # What load_checkpoint reads on this rank: the engine's file, this rank's part of the optimizer's state, and the
         # files of its stage's layers.
         folder, name = str(checkpoint.parent), checkpoint.name
@@ -424,7 +430,7 @@ class CheckpointedEngine(TableEngine):
         of_engine = self._get_ckpt_name(folder, name) if len(engines) == self.mp_world_size else engines[0]
         position = deepcopy(_opened(Path(of_engine))["sampler"])  # the file is mapped
         states = None
-        if with_optimizer and is_moved:
+        if with_optimizer and by_name:
             states = self._states_of(checkpoint, saved)
         elif with_optimizer and self.save_zero_checkpoint:
             _opened(Path(self._get_zero_ckpt_name(folder, name)))

@@ -91,8 +91,8 @@ def initialize(
             says what share each gets. All processes give the same: replicas get their own shards of a stream of
             ``datasets``, their own part of what is read by index, and every n-th sample of any other.
         optimizer: Makes this stage's optimizer from its parameter groups, in place of the ds_config's "optimizer":
-            ``partial(torch.optim.AdamW, lr=1e-4)``. A group has ``params``, ``names`` (theirs on disk), and the ``lr``
-            and ``weight_decay`` that ``omnibal.optimizer`` gives it.
+            ``partial(torch.optim.AdamW, lr=1e-4)``. A group has a ``name``, ``params``, ``names`` (those of the
+            parameters on disk), and the ``lr`` and ``weight_decay`` that ``omnibal.optimizer`` gives it.
         lr_scheduler: Makes the learning-rate schedule from the optimizer, in place of the ds_config's "scheduler";
             gets the steps of the run, too, if it has a parameter ``total_steps`` without a value.
         on_gradient: Called in every step, before the optimizer steps, with the name on disk and the gradient of each

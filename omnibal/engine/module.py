@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -109,26 +109,29 @@ class VlmPipelineModule(PipelineModule):
     def parameter_groups(self, settings: OptimizerSection) -> list[ParameterGroup]:
         """The parameters that this rank trains, apart where the section treats them differently.
 
-        A group has ``params``, ``names`` (the parameters' names on disk), ``lr`` and ``weight_decay`` where the section
-        decides them, and ``on_all_ranks`` where it is of a spread encoder.
+        A group has a ``name``, ``params``, ``names`` (the parameters' names on disk), ``lr`` and ``weight_decay`` where
+        the section decides them, and ``on_all_ranks`` where it is of a spread encoder.
         """
         places, unused = self.places(), list(self.placeholders)
-        own: dict[tuple[tuple[str, float], ...], dict[nn.Parameter, str]] = {}
+        own: dict[_GroupKey, dict[nn.Parameter, str]] = {}
         spread = set(self.encoder.parameters())
         for parameter in self.parameters():
             if parameter.requires_grad and parameter in places:
                 name, part = places[parameter]
-                on_all = ((ON_ALL_RANKS, True),) if parameter in spread else ()
-                own.setdefault(_overrides(parameter, part, settings) + on_all, {})[parameter] = name
-        # All stages make the same groups in the same order: under ZeRO they meet once for the norm of each group.
+                own.setdefault(_key_of(parameter, part, settings, on_all=parameter in spread), {})[parameter] = name
+        # All stages make the same groups in the same order: under ZeRO they meet once for the norm of each group. The
+        # order is that of the keys, whatever the layout: schedules keep a value for each group by its place.
         # Where a stage trains nothing of a group, it has a placeholder there.
-        of_all_stages = dict.fromkeys(overrides for of_rank in gather(list(own)) for overrides in of_rank)
-        for overrides in of_all_stages:
-            if overrides not in own:
-                own[overrides] = {unused.pop() if unused else self._add_placeholder(): PLACEHOLDER}
+        of_all_stages = sorted({key for of_rank in gather(list(own)) for key in of_rank})
+        for key in of_all_stages:
+            if key not in own:
+                own[key] = {unused.pop() if unused else self._add_placeholder(): PLACEHOLDER}
         for placeholder in unused:  # of a stage whose own parameters are all copies of an earlier stage's
-            own[next(iter(of_all_stages))][placeholder] = PLACEHOLDER
-        return [{"params": [*own[each]], "names": [*own[each].values()], **dict(each)} for each in of_all_stages]
+            own[of_all_stages[0]][placeholder] = PLACEHOLDER
+        return [
+            {"name": key.name, "params": [*own[key]], "names": [*own[key].values()], **key.overrides(settings)}
+            for key in of_all_stages
+        ]
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Names on disk and gradients of a step, added up over replicas and tied layers, and not yet clipped.
@@ -264,11 +267,29 @@ def grouping(settings: OptimizerSection) -> str | None:
     return ", ".join(apart) or None
 
 
-def _overrides(parameter: nn.Parameter, part: Module, settings: OptimizerSection) -> tuple[tuple[str, float], ...]:
-    """The settings of a parameter's group that differ from the optimizer's own, as pairs (name, value)."""
-    rate = getattr(settings.learning_rates, part)
-    decayed = settings.weight_decay == "all" or parameter.dim() > 1
-    return (() if rate is None else (("lr", rate),)) + (() if decayed else (("weight_decay", 0.0),))
+class _GroupKey(NamedTuple):
+    """What keeps a parameter group apart from others, whatever the layout and the values of settings."""
+
+    part: str
+    """The module that has a learning rate of its own; empty for the other modules together."""
+    is_undecayed: bool
+    on_all_ranks: bool
+
+    @property
+    def name(self) -> str:
+        more = ("without weight decay",) * self.is_undecayed + ("on all ranks",) * self.on_all_ranks
+        return ", ".join((self.part or "parameters", *more))
+
+    def overrides(self, settings: OptimizerSection) -> dict[str, float]:
+        """The settings of the group that differ from the optimizer's own."""
+        rate = {"lr": getattr(settings.learning_rates, self.part)} if self.part else {}
+        decay = {"weight_decay": 0.0} if self.is_undecayed else {}
+        return {**rate, **decay, **({ON_ALL_RANKS: True} if self.on_all_ranks else {})}
+
+
+def _key_of(parameter: nn.Parameter, part: Module, settings: OptimizerSection, *, on_all: bool) -> _GroupKey:
+    has_rate = getattr(settings.learning_rates, part) is not None
+    return _GroupKey(part if has_rate else "", settings.weight_decay != "all" and parameter.dim() <= 1, on_all)
 
 
 def joined(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:

@@ -172,9 +172,11 @@ class SavedStates:
         return state
 
     def _settings_of(self, group: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-        """The settings that a group of weights was saved with; a group of placeholders alone keeps its own."""
-        saved = next((self._parts[name][0][0].group for name in names if name != PLACEHOLDER), group)
-        own = {key: group[key] for key in ("names", ON_ALL_RANKS) if key in group}
+        """The settings that a group was saved with, by its weights; where it has placeholders alone, by its name."""
+        parts = chain.from_iterable(chain.from_iterable(self._parts.values()))
+        of_name = (part.group for part in parts if part.group.get("name") == group.get("name"))
+        saved = next((self._parts[name][0][0].group for name in names if name != PLACEHOLDER), next(of_name, group))
+        own = {key: group[key] for key in ("name", "names", ON_ALL_RANKS) if key in group}
         return {key: value for key, value in saved.items() if key != ON_ALL_RANKS} | own
 
 

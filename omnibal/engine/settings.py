@@ -5,15 +5,16 @@ settings that they were saved with. Every key of a ds_config has a rule for what
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 from deepspeed.runtime import lr_schedules
 
 from omnibal.config import OmnibalSection
 from omnibal.errors import ConfigError
 
+T = TypeVar("T")
 Rule = Literal["taken", "refused", "by effect"]
 
 _TAKEN: Final = (
@@ -166,8 +167,8 @@ class Settings:
         refused = [change for change in of_keys if is_refused(change)] if with_optimizer else []
         of_groups: dict[str, SettingChange] = {}
         if with_optimizer:
-            for group, of_group in zip(saved["groups"], now["groups"], strict=True):
-                for name, before, value in changes(group, of_group):
+            for group, of_group in self._pairs(now["groups"], saved["groups"]):
+                for name, before, value in changes({**of_group, "name": None}, {**group, "name": None}):
                     key = f"optimizer.params.{name}"
                     of_groups.setdefault(key, SettingChange(key, before, value))
             refused += [change for key, change in of_groups.items() if rule_of(key) != "taken"]
@@ -190,7 +191,9 @@ class Settings:
 
     def renew_optimizer(self, optimizer: Any, saved: Mapping[str, Any]) -> None:
         """Let the settings hold in an optimizer that has loaded its state."""
-        for group, of_group, before in zip(optimizer.param_groups, self.groups, saved["groups"], strict=True):
+        for (group, of_group), before in self._pairs(
+            [*zip(optimizer.param_groups, self.groups, strict=True)], saved["groups"]
+        ):
             for name, value in of_group.items():
                 old = before.get(name)
                 if _as_json(value) == old:
@@ -201,6 +204,41 @@ class Settings:
                         group["initial_lr"] = value
                 else:
                     group[name] = value
+
+    def check_groups(self, saved: Mapping[str, Any] | None, *, by_name: bool, with_schedule: bool) -> bool:
+        """Refuse parameter groups that cannot be told to be those of a checkpoint; whether they have its order.
+
+        Args:
+            by_name: Whether ranks read the optimizer's state by the names of weights, not each its own file.
+            with_schedule: Whether a learning-rate schedule goes on, too.
+        """
+        own, before = self._names, [group.get("name") for group in saved["groups"]] if saved else [None]
+        if len(own) == len(before) == 1:
+            return True
+        is_told, remedy = len(set(own)) == len(own) and None not in own, "export it and start from the exported model"
+        if own == before:
+            if is_told or not by_name:
+                return True
+            remedy = 'give each a "name" of its own'
+        elif is_told and len(before) == len(own) and set(before) == set(own):
+            if not (with_schedule and self.schedule):  # which keeps a value for each group by its place
+                return False
+            remedy = "make them in that order"
+        raise ConfigError(
+            f"names of the optimizer's parameter groups must be those of the checkpoint, {before}, each once, got "
+            f"{own}; {remedy}"
+        )
+
+    @property
+    def _names(self) -> list[str | None]:
+        return [group.get("name") for group in self.groups]
+
+    def _pairs(self, own: Sequence[T], saved: Sequence[Mapping[str, Any]]) -> Iterator[tuple[T, Mapping[str, Any]]]:
+        """What belongs to each group of this run, with the group of that name in a checkpoint."""
+        by_name = {group.get("name"): group for group in saved}
+        has_names = len(by_name) == len(saved) > 1  # where groups share names, `check_groups` wants their order
+        found = [by_name[name] for name in self._names] if has_names else saved
+        yield from zip(own, found, strict=True)
 
     def renew_schedule(self, scheduler: Any, saved: Mapping[str, Any]) -> None:
         """Let the settings hold in a schedule that has loaded its state."""

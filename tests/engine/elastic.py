@@ -1,10 +1,12 @@
 """What the processes of test_elastic.py run: from a checkpoint on in other places."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import StepLR
 
 from omnibal.engine import checkpointed
 from omnibal.engine.initialize import initialize
@@ -30,7 +32,7 @@ def moves(pairs, folder):
 
 def _moved(config, other_config, folder, *, comes_back=False):
     """A run that stays, one that goes on under another configuration, and one that comes back from there."""
-    engine, *_ = initialize(config=config, dataset=SmallDataset(COPIES))
+    engine = _begun(config)
     before = _trained(engine, SAVED_AT)["samples"]
     copies = _copies_of(engine)
     engine.save_checkpoint(folder / "there")
@@ -46,8 +48,14 @@ def _moved(config, other_config, folder, *, comes_back=False):
     return [stayed, there, _trained(engine, LAST_STEP)]
 
 
+def _begun(config):
+    """The engine of a run; without DeepSpeed's schedule it has one of torch's, which keeps rates by place."""
+    own = {} if "scheduler" in config else {"lr_scheduler": partial(StepLR, step_size=2, gamma=0.5)}
+    return initialize(config=config, dataset=SmallDataset(COPIES), **own)[0]
+
+
 def _resumed(config, folder):
-    engine, *_ = initialize(config=config, dataset=SmallDataset(COPIES))
+    engine = _begun(config)
     engine.load_checkpoint(folder)
     assert engine.global_steps == SAVED_AT
     return engine
@@ -59,7 +67,8 @@ def _trained(engine, until):
         losses.append(engine.train_batch().item())
         packs = engine.loader.feed.sampler.step(engine.last_step.index).packs
         samples.append((engine.last_step.epoch, sorted(packs.samples.tolist())))
-    return {"losses": losses, "samples": samples, "weights": _joined(engine, weights_of(engine))}
+    rates = {group["name"]: group["lr"] for group in engine.basic_optimizer.param_groups}
+    return {"losses": losses, "samples": samples, "rates": rates, "weights": _joined(engine, weights_of(engine))}
 
 
 def _copies_of(engine):

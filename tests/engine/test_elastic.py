@@ -14,7 +14,7 @@ from tests.engine.small import save_small_model
 pytestmark = pytest.mark.distributed
 PAIRS, FOUR, SIX = ({"gradient_accumulation_steps": number} for number in (2, 4, 6))
 BF16 = {"bf16": {"enabled": True}}
-GROUPS = {"learning_rates": {"vision": 5e-3}, "weight_decay": "matrices"}
+GROUPS = {"learning_rates": {"vision": 5e-3, "projector": 5e-3}, "weight_decay": "matrices"}
 
 
 def config_of(model, num_stages, zero_stage, extra=None, **pipeline):
@@ -29,11 +29,13 @@ def config_of(model, num_stages, zero_stage, extra=None, **pipeline):
 def found(tmp_path_factory):
     model, folder = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("checkpoints")
     save_small_model(model, tied=True)
-    # Groups of which the second stage has some for placeholders only.
+    # Groups of which the second stage has some for placeholders only; the tied weight leaves the first stage.
     grouped = [
         changed(config_of(model, stages, zero, BF16 | batch), "optimizer", **GROUPS)
         for stages, zero, batch in ((1, 1, PAIRS), (2, 0, FOUR))
     ]
+    for config in grouped:
+        del config["scheduler"]
     shared = config_of(model, 1, 1, FOUR, num_tensor=2), config_of(model, 2, 0, FOUR)
     pairs = [(config_of(model, 2, 1), config_of(model, 1, 0)), grouped, shared]
     third = config_of(model, 2, 0, partition=[0, 6, 10], schedule="zero-bubble", recompute="none")
@@ -99,6 +101,15 @@ def test_float32_copies_keep_every_bit(found):
     assert whole["copies"].keys() == there["copies"].keys()
     assert all(torch.equal(copy, there["copies"][name]) for name, copy in whole["copies"].items())
     assert any((copy != copy.bfloat16().float()).any() for copy in whole["copies"].values())
+
+
+def test_each_group_keeps_its_own_rate_whatever_the_order_of_weights_on_ranks(found):
+    kinds = [(name, more) for name in ("parameters", "projector", "vision") for more in ("", ", without weight decay")]
+    for rank in found:
+        for run in rank["moved"][1]:  # StepLR has halved rates twice
+            assert [*run["rates"].items()] == [
+                (name + more, pytest.approx((0.01 if name == "parameters" else 5e-3) / 4)) for name, more in kinds
+            ]
 
 
 def test_other_micro_batches_leave_no_sample_out_and_a_schedule_ends_with_the_run(found):

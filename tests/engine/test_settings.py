@@ -129,3 +129,50 @@ def test_a_schedule_of_schedules_cannot_change():
     with pytest.raises(ConfigError, match="_schedulers of the learning-rate schedule must be that of the checkpoint"):
         gone_on(two(0.5), two(0.7))
     assert gone_on(two(0.5), two(0.5))[2] == {}
+
+
+def of_groups(*groups, lr=0.1, make_scheduler=SCHEDULES["cosine"]):
+    """An optimizer of one weight for each group, and its settings."""
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in groups]
+    named = [{"params": [weight], **group} for weight, group in zip(weights, groups, strict=True)]
+    optimizer = torch.optim.AdamW(named, lr=lr)
+    return optimizer, Settings.of({}, optimizer, make_scheduler(optimizer))
+
+
+def test_groups_are_those_of_their_names_wherever_they_stand():
+    saved = of_groups({"name": "vision", "lr": 3e-4}, {"name": "rest", "lr": 3e-3})[1].record()
+    optimizer, now = of_groups({"name": "rest", "lr": 3e-3}, {"name": "vision", "lr": 6e-4}, make_scheduler=NONE)
+    (change,) = now.changed_from(saved, with_optimizer=True, with_schedule=False)
+    assert (change.key, change.saved, change.value) == ("optimizer.params.lr", 3e-4, 6e-4)
+    for group, rate in zip(optimizer.param_groups, (3e-4, 3e-5), strict=True):  # a tenth of what was saved
+        group["lr"] = rate
+    now.renew_optimizer(optimizer, saved)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([3e-4, 6e-5])
+    assert not now.check_groups(saved, by_name=False, with_schedule=False)
+
+
+A, B = {"name": "a"}, {"name": "b"}
+NONE = SCHEDULES["none"]
+
+
+@pytest.mark.parametrize(
+    ("before", "groups", "by_name", "remedy"),
+    [
+        ((A, B), (B, A), False, "make them in that order"),  # the schedule keeps rates by their place
+        ((A, B), (A, {"name": "c"}), False, "export it"),
+        (({}, {}), (A, B), False, "export it"),  # of an omnibal that gave no names
+        (({}, {}), ({}, {}), True, 'give each a "name" of its own'),
+        ((A, A), (A, A), True, 'give each a "name" of its own'),
+    ],
+)
+def test_groups_that_cannot_be_told_apart_are_refused(before, groups, by_name, remedy):
+    now, saved = of_groups(*groups)[1], of_groups(*before)[1].record()
+    with pytest.raises(ConfigError, match=f"names of the optimizer's parameter groups must be .*; {remedy}"):
+        now.check_groups(saved, by_name=by_name, with_schedule=True)
+
+
+def test_one_group_needs_no_name_and_groups_that_stay_none_of_their_own():
+    for before, groups, by_name in (((A,), ({},), True), (({}, {}), ({}, {}), False), ((A, B), (A, B), True)):
+        now, saved = of_groups(*groups)[1], of_groups(*before)[1].record()
+        assert now.check_groups(saved, by_name=by_name, with_schedule=True)
+        assert now.changed_from(saved, with_optimizer=True, with_schedule=True) == []
