@@ -17,6 +17,7 @@ from omnibal.device import Device
 from omnibal.errors import ConfigError
 from omnibal.families import family_of, layer_records
 from omnibal.families.base import Config, ImageRule, LayerRecord, SoundRule, VideoRule, vision_unit_of
+from omnibal.formats.ties import with_own_ties
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
 from omnibal.records import read_json
@@ -138,6 +139,7 @@ def read_model(named: str) -> NamedModel:
     config = read_json(path / "config.json" if path.is_dir() else path, "model")
     if not isinstance(config, dict) or "model_type" not in config:
         raise ConfigError(f"model must be a Hugging Face folder or a config.json with a model_type, got {path}")
+    config = with_own_ties(config, folder)
     found = {
         name: read_json(folder / name, "the preprocessor's configuration")
         for name in (*PREPROCESSORS, VIDEO_PROCESSOR)

@@ -32,9 +32,10 @@ from omnibal.engine.settings import SettingChange, Settings, renew_rate
 from omnibal.engine.table import TableEngine
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.families.base import check_frozen
+from omnibal.formats.ties import SINGLE_FILE
 from omnibal.plan import Plan
 from omnibal.ranks import WORK, any_rank, gather, rank_zero_only, run_on_all_ranks
-from omnibal.vlm.weights import SINGLE_FILE, check_data, load_data
+from omnibal.vlm.weights import check_data, load_data
 
 LOG: Final = logging.getLogger(__name__)
 # DeepSpeed's classes, of which its optimizers save objects beside tensors and numbers.

@@ -115,8 +115,8 @@ def resolve(workspace: Workspace, model: Any, num_processes: int) -> ResolvedRun
             "where it wraps a transformers model, pass that"
         )
     _check_source(source, section.model.weights)
-    frozen, described = section.model.frozen, source.config if isinstance(source, PreTrainedModel) else source
-    vlm = load_model(described, section.model.lora, frozen)
+    frozen = section.model.frozen
+    vlm = load_model(source, section.model.lora, frozen)
     if isinstance(source, PreTrainedModel):
         _check_frozen_alike(source, vlm, frozen)
     folder = Path(source) if isinstance(source, str | Path) else None

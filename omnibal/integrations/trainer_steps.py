@@ -21,6 +21,7 @@ from omnibal.data.metrics import dist_ratio, min_packs
 from omnibal.data.source_draws import typical_lengths
 from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.families import layer_records
+from omnibal.formats.ties import as_tied, is_tied
 from omnibal.integrations.loading import PackSampler
 from omnibal.integrations.padded import PLANNED_SHARE, PaddedSampler
 from omnibal.profile.counted import analytic_profile, device_to_count
@@ -243,7 +244,7 @@ def counted_profile(model: Any, device_name: str | None) -> ModelProfile | None:
     ``device_name`` is torch's, None on a CPU. What is not trained has no backward pass to weights.
     """
     try:
-        records = layer_records(model.config.to_dict())
+        records = layer_records(as_tied(model.config.to_dict(), tied=is_tied(model)))
     except ConfigError:
         return None
     device = device_to_count(device_name)

@@ -9,7 +9,7 @@ from copy import deepcopy
 from pathlib import Path
 from pkgutil import resolve_name
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from omnibal.config import LoraSection
 from omnibal.errors import ConfigError
@@ -17,40 +17,50 @@ from omnibal.families import family_of
 from omnibal.families.base import Family, LayerRecord
 from omnibal.families.parts import TEXT_MODELS, WITH_EXPERTS
 from omnibal.formats.model_format import load_part
+from omnibal.formats.ties import has_own_head, is_tied, with_own_ties
 from omnibal.records import read_json
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.lora import adapters_of, add_adapters
 from omnibal.vlm.payload import Payload
-from omnibal.vlm.weights import has_weights, ties_are_broken
 
 __all__ = ["Payload", "VisionLanguageModel", "load_model"]
 
 
 def load_model(
-    model: str | Path | PreTrainedConfig, lora: LoraSection | None = None, frozen: Collection[str] = ()
+    model: str | Path | PreTrainedConfig | PreTrainedModel,
+    lora: LoraSection | None = None,
+    frozen: Collection[str] = (),
 ) -> VisionLanguageModel:
-    """The pipeline layers of a Hugging Face folder or configuration; frozen ones get no adapters; no weight is read."""
+    """The pipeline layers of a Hugging Face folder, configuration or model; frozen ones get no adapters.
+
+    No weight is kept. Head and embedding are tied as transformers ties them, or as they are in a model in memory.
+    """
     loaded = _loaded(model)
     if lora is not None:
         add_adapters(loaded, adapters_of(loaded, lora, frozen))
     return loaded
 
 
-def _loaded(model: str | Path | PreTrainedConfig) -> VisionLanguageModel:
+def _loaded(model: str | Path | PreTrainedConfig | PreTrainedModel) -> VisionLanguageModel:
+    if isinstance(model, PreTrainedModel):
+        return _from_config(_as_tied(model.config, tied=is_tied(model)))
     if isinstance(model, PreTrainedConfig):
-        return _from_config(deepcopy(model))  # layers keep it, and ties may be changed in it
+        return _from_config(deepcopy(model))  # layers keep it
     folder = Path(model)
     _family_in(folder)
     config = load_part(AutoConfig, folder)
     try:
-        loaded = _from_config(config)
+        return _from_config(_as_tied(config, tied=False) if has_own_head(folder) else config)
     except ConfigError as error:
         raise ConfigError(f"{folder / 'config.json'}: {error}") from error
-    # Weights may tell more of ties than the configuration does.
-    if has_weights(folder) and ties_are_broken(loaded, folder):
-        config.tie_word_embeddings = False  # as transformers does with such a folder
-        return _from_config(config)
-    return loaded
+
+
+def _as_tied(config: PreTrainedConfig, *, tied: bool) -> PreTrainedConfig:
+    """A copy of a configuration that says whether head and embedding are tied, wherever a family looks for it."""
+    changed = deepcopy(config)
+    for part in (changed, changed.get_text_config()):
+        part.tie_word_embeddings = tied
+    return changed
 
 
 def _from_config(config: PreTrainedConfig) -> VisionLanguageModel:
@@ -76,7 +86,7 @@ def load_records(
     family, config = _family_in(Path(folder)), load_part(AutoConfig, Path(folder))
     if lora is not None or not (family.layers is None or _has_experts(config)):
         return load_model(folder, lora, frozen).records
-    return family.layer_records(config.to_dict())
+    return family.layer_records(with_own_ties(config.to_dict(), Path(folder)))
 
 
 def _has_experts(config: PreTrainedConfig) -> bool:

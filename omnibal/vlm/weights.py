@@ -20,12 +20,11 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.families.cuts import Slice
+from omnibal.formats.ties import INDEX_FILE, SINGLE_FILE
 from omnibal.records import load_json
 from omnibal.vlm.layers import VisionLanguageModel, is_adapter
 from omnibal.vlm.tensor import part_of
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 # What weights may be stored as: a cast gives the model's dtype. Quantised ones would need their scales.
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -96,16 +95,6 @@ def spare_weights(
         # A copy: a model in memory may change its tensors later.
         found[name] = _checked(name, stored, shapes).to("cpu", copy=True)
     return found
-
-
-def ties_are_broken(model: VisionLanguageModel, folder: str | Path) -> bool:
-    """Whether a folder stores weights that ``model`` ties, and stores them with different values."""
-    # transformers does not tie such weights, whatever the configuration says.
-    stored = _read_names(model, Path(folder))
-    pairs = [
-        (stored[name], stored[source]) for name, source in model.tied_names.items() if {name, source} <= set(stored)
-    ]
-    return any(not torch.equal(one.read(), other.read()) for one, other in pairs)
 
 
 def other_names(model: VisionLanguageModel, folder: str | Path) -> dict[str, str]:

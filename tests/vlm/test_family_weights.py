@@ -6,7 +6,9 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
+from omnibal.advise.models import read_model
 from omnibal.errors import ConfigError
+from omnibal.integrations.trainer_steps import counted_profile
 from omnibal.vlm import load_model, load_records
 from omnibal.vlm.passes import StorageMeter
 from omnibal.vlm.weights import Stored, load_layer, other_names, save_model, spare_weights
@@ -140,6 +142,42 @@ def test_what_is_written_loads_in_transformers_and_parts_behind_the_features_sta
     with torch.no_grad():
         logits = run_layers(layers, pack_of(model, samples))[0]
     assert_close(logits, torch.cat(plain_backward(theirs, samples)[1]), rtol=1e-4, atol=5e-5)
+
+
+@pytest.mark.parametrize("where", ["top", "text", "both"])
+@pytest.mark.parametrize("family", TRAINED)
+def test_a_head_of_its_own_stays_wherever_the_configuration_ties_it(tmp_path, family, where):
+    plain_family_model(small_config(family)).save_pretrained(
+        tmp_path, max_shard_size="100KB" if where == "both" else "1GB"
+    )
+    small_config(family, text_tied=where != "top", tie_word_embeddings=where != "text").save_pretrained(tmp_path)
+    theirs, samples = AutoModelForImageTextToText.from_pretrained(tmp_path), family_samples(family)[:2]
+    assert theirs.lm_head.weight is not theirs.get_input_embeddings().weight
+    expected = torch.cat(plain_backward(theirs, samples)[1])
+    for model, source in ((load_model(tmp_path), tmp_path), (load_model(theirs), theirs.state_dict())):
+        assert not model.tied_names
+        assert not model.config.tie_word_embeddings and not model.config.text_config.tie_word_embeddings
+        with torch.no_grad():
+            logits = run_layers(layers_of(model, source), pack_of(model, samples))[0]
+        assert_close(logits, expected, rtol=1e-4, atol=5e-5)
+    profile = counted_profile(theirs, None)
+    ends = load_model(tmp_path).records, load_records(tmp_path), read_model(str(tmp_path)).model.records, profile.layers
+    assert [layers[-1].tied_key for layers in ends] == [None] * 4
+
+
+def test_a_model_in_memory_whose_head_is_its_embedding_is_tied_whatever_its_configuration_says():
+    plain = plain_family_model(small_config("internvl"))
+    plain.lm_head.weight = plain.get_input_embeddings().weight
+    assert load_model(plain).records[-1].tied_key == counted_profile(plain, None).layers[-1].tied_key == "embedding"
+
+
+@pytest.mark.parametrize(("factor", "key"), [(2, None), (1, "embedding")])
+def test_models_that_are_only_planned_have_the_head_of_their_folder_too(tmp_path, factor, key):
+    small_config("qwen3_vl_moe", text_tied=True, tie_word_embeddings=True).save_pretrained(tmp_path)
+    weight = torch.randn(4, 3, dtype=torch.bfloat16)
+    ends = {"model.language_model.embed_tokens.weight": weight, "lm_head.weight": factor * weight}
+    save_file(ends, tmp_path / "model.safetensors")
+    assert load_records(tmp_path)[-1].tied_key == read_model(str(tmp_path)).model.records[-1].tied_key == key
 
 
 @pytest.mark.parametrize("family", LLAVA)
