@@ -36,11 +36,7 @@ def loss_per_target(outputs: Any, labels: Tensor, num_items_in_batch: Any = None
             "output_router_logits must be False where the loss is that of the tokens alone, got True; "
             "omnibal.integrations.transformers.balance adds the router's"
         )
-    return _per_target(outputs, labels, num_items_in_batch)
-
-
-def _per_target(outputs: Any, labels: Tensor, count: Any) -> Tensor:
-    total = (labels[:, 1:] != IGNORED).sum() if count is None else count
+    total = (labels[:, 1:] != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
     return _cross_entropy(outputs, labels).sum() / max(total, 1)
 
 
@@ -163,7 +159,6 @@ class StepLoss:
         self._routed_of_step = torch.zeros(())
         self._tokens = 0  # of all steps that were drawn, on all ranks
         self._head: Any = None  # of the micro-batch that is computed, where it works on target rows alone
-        self._replicas = trainer.args.world_size // trainer.get_tp_size()
 
     def install(self) -> None:
         """Let the trainer train with this loss."""
@@ -183,7 +178,13 @@ class StepLoss:
                 self._trainer._total_train_tokens = self._tokens
                 self._trainer._metrics["train"]["num_tokens"] = [self._tokens]
             return loss
-        if not (self._trains() and works_on_targets(self._trainer)):
+        if not self._trains():
+            self._trainer.compute_loss_func = None  # evaluation is Trainer's own, with the model's own loss
+            try:
+                return self._compute(model, inputs, *others, **options)
+            finally:
+                self._trainer.compute_loss_func = self
+        if not works_on_targets(self._trainer):
             return self._compute(model, inputs, *others, **options)
         from omnibal.integrations.target_rows import base_of, head_on_targets  # hosts may lack transformers
 
@@ -214,16 +215,11 @@ class StepLoss:
         return batches, total
 
     def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        """In the place of ``compute_loss_func``; in evaluation as ``loss_per_target``, with the model's router loss."""
-        if not self._trains():
-            loss: Tensor = _per_target(outputs, labels, num_items_in_batch)
-            if self.routes:  # Trainer multiplies what it gets by the replicas
-                loss = loss + self._factor * outputs["aux_loss"] / self._replicas
-            return loss
+        """In the place of ``compute_loss_func``, in training."""
         weights, head = self._weights.popleft()[labels[:, 1:] != IGNORED], self._head
         sums = head is not None and head.is_used
         losses = outputs["logits"] if sums else _cross_entropy(outputs, labels) * weights
-        loss = losses.sum() / num_items_in_batch.clamp(min=LEAST)
+        loss: Tensor = losses.sum() / num_items_in_batch.clamp(min=LEAST)
         if self.routes:
             counted = self._routed.popleft()
             if counted.any():

@@ -34,6 +34,7 @@ from omnibal.integrations.packing import FAMILIES, PackCollator, arguments_of, p
 from omnibal.integrations.padded import PaddedCollator, PaddedSampler
 from omnibal.integrations.target_rows import base_of, language_of
 from omnibal.integrations.trainer_calibration import CalibratesCosts, measured_before
+from omnibal.integrations.trainer_evaluation import ExactEvaluation
 from omnibal.integrations.trainer_hooks import (
     EndsWhenAsked,
     PacksCallback,
@@ -242,6 +243,8 @@ def rearrange(trainer: Trainer, limits: PackLimits | None = None, *, padded: boo
 def _begin(trainer: Trainer) -> None:
     refuse_settings(trainer)
     trainer.add_callback(EndsWhenAsked(trainer))
+    if trainer.args.world_size > 1:
+        ExactEvaluation(trainer).install()
     if layout_of(trainer) in ("zero3", "fsdp") and trainer.args.world_size > 1:
         with suppress(ConfigError):  # of a model whose encoders nobody has described
             encode_in_every_evaluation(base_of(trainer.accelerator.unwrap_model(trainer.model)))

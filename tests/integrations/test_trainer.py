@@ -50,6 +50,7 @@ from tests.integrations.trainers import (
     accelerate_afresh,
     assert_close,
     check_evaluation,
+    mean_losses,
     samples_under_limits,
     trainer_of,
     weights_of,
@@ -147,7 +148,7 @@ def check_muon(folder):
         optimizer.zero_grad()
     now = weights_of(plain)
     moved = max(float((now[name] - before[name]).abs().max()) for name in now)
-    assert_close(weights_of(trainer.model), now, atol=1e-3 * moved)
+    assert_close(weights_of(trainer.model), now, atol=0.02 * moved)  # Muon iterates in 16 bits, unlike on each CPU
 
 
 def check_pairs(family, layout, folder, pairs=None):
@@ -296,9 +297,37 @@ def train_others(folder):
         check_pairs("qwen2_5_omni_thinker", "zero3", folder / "omni", UNLIKE)
         check_muon(folder / "muon")
         check_mixture(Case("internvl"), folder / "mixture")
+        for family in ("qwen2_5_vl", "internvl", "qwen2_audio"):
+            check_held_out(family, folder / f"held-out-{family}")
         check_unlike_data(folder / "unlike")
         check_texts_alone(folder / "texts")
     return True
+
+
+def check_held_out(family, folder):
+    """Held-out losses, of sets that divide by ranks times batch and of others, are plain Trainer's or exact."""
+    items = items_of(family)
+    sets = {"whole": items[:8], "uneven": items[:11], "one": items[:1], "three": items[:3]}
+    options = {"per_device_eval_batch_size": 2, "eval_dataset": sets, "max_steps": 1, "logging_strategy": "steps"}
+    trains = options | {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": 1}
+    other, trainer = trainer_of(family, folder, **options), trainer_of(family, folder, **trains)
+    balance(trainer, LIMITS[family])
+
+    def losses_of(evaluated):
+        found = evaluated.evaluate()
+        return {name: found[f"eval_{name}_loss"] for name in sets}
+
+    expected, found = losses_of(other), losses_of(trainer)
+    if trainer.model_accepts_loss_kwargs:
+        plain = Case(family).plain()
+        expected = {name: mean_losses(plain, held_out, family)[0] for name, held_out in sets.items()}
+    assert found == pytest.approx(expected, rel=1e-5 if trainer.model_accepts_loss_kwargs else 0)
+    trainer.args.prediction_loss_only = True  # predict gathers all that a model returns, and images differ by rank
+    assert trainer.predict(sets["uneven"]).metrics["test_loss"] == found["uneven"]
+    trainer.train()
+    logged = [entry["eval_uneven_loss"] for entry in trainer.state.log_history if "eval_uneven_loss" in entry]
+    assert logged[-2:] == [found["uneven"], losses_of(trainer)["uneven"]]
+    assert logged[-1] < logged[-2]
 
 
 def check_texts_alone(folder):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import deepspeed
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate.state import PartialState
@@ -208,18 +209,19 @@ def assert_close(found, expected, **tolerances):
         torch.testing.assert_close(found[name], expected[name], **tolerances, msg=lambda text, name=name: name + text)
 
 
-def check_evaluation(trainer, plain, items, family):
-    """Two ranks evaluate a sample each at a time, of unlike kinds: the loss is plain transformers'."""
+def mean_losses(plain, items, family):
+    """The mean loss of all target tokens of some samples, each run alone, and the mean of the samples' own means."""
     collate = Collate(family)
     with torch.no_grad():
         losses = [plain.eval()(**collate([item])).loss.item() for item in items]
-    targets = [int((item["labels"][1:] != -100).sum()) for item in items]
-    if trainer.compute_loss_func is None and not trainer.model_accepts_loss_kwargs:
-        targets = [1] * len(items)
-    # Trainer's loss of two ranks' batches is the mean over all of their targets, or of the two where it cannot count.
-    expected = np.average(np.reshape(losses, (-1, 2)), axis=1, weights=np.reshape(targets, (-1, 2))).mean()
-    found = trainer.evaluate(items)["eval_loss"]
-    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    return np.average(losses, weights=[int((item["labels"][1:] != -100).sum()) for item in items]), np.mean(losses)
+
+
+def check_evaluation(trainer, plain, items, family):
+    """Two ranks evaluate a sample each at a time, of unlike kinds: the loss is Trainer's, or exact where it errs."""
+    of_tokens, of_samples = mean_losses(plain, items, family)
+    expected = of_tokens if trainer.model_accepts_loss_kwargs else of_samples
+    assert trainer.evaluate(items)["eval_loss"] == pytest.approx(expected, rel=1e-4)
 
 
 @contextlib.contextmanager
