@@ -58,7 +58,7 @@ def _model(folder: Path, *, weights: bool, attention: str | None) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from omnibal.integrations.checking import small_config
+    from omnibal.integrations.small_models import small_config
 
     config = AutoConfig.from_pretrained(folder)
     options = {} if attention is None else {"attn_implementation": attention}

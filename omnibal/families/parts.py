@@ -57,9 +57,6 @@ def text_records(config: Mapping[str, Any], *, tied: bool) -> tuple[LayerRecord,
         raise ConfigError(
             f"text_config.model_type must be one of {', '.join(TEXT_MODELS)}, got {config.get('model_type')!r}"
         )
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type")) == "longrope":
-        raise ConfigError("rope_type must not change with the length of the pack, got 'longrope'")
     hidden, vocab = size(config, "hidden_size"), size(config, "vocab_size")
     key = TIED_KEY if tied else None
     ends = {"hidden": hidden, "vocab": vocab, "parameters": hidden * vocab}

@@ -1,12 +1,13 @@
 """What keeps the samples of a pack apart where transformers' own layers do not, or only by a mask.
 
-Two kinds of layers let something across, whatever positions and masks say:
+Three kinds of layers let something across, whatever positions and masks say:
 
 - Gated delta nets and short convolutions (Qwen3.5, LFM2) carry a state along a row. The kernels of
   `flash-linear-attention` and `causal-conv1d` take bounds of samples, and get them where these packages are; elsewhere
   a layer runs once for each sample of a pack, and all other layers on the whole pack.
 - Gemma 3 and 4 see images whole, in both directions. transformers 5.23 looks for an image by its place in its sample
   where it should look by its place in the row, in layers with a window: such models get masks that are made here.
+- "dynamic" and "longrope" rotary embeddings follow the longest sample of a row: they run once for each long sample.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from omnibal.integrations.leaks import Leak, mapped
+from omnibal.integrations.row_lengths import follows_length
 
 KINDS: Final = frozenset({"recurrent state", "convolution"})
 """Kinds of leaks that `StatefulLayers` stops."""
@@ -109,6 +111,36 @@ def _give_masks(
         for kind, is_whole in whole.items()
     }
     return args, {**kwargs, "attention_mask": masks}
+
+
+def rotate_by_sample(model: nn.Module) -> None:
+    """Give each sample of a pack the rotary embeddings of its own length: those that it gets alone in a new model."""
+    bounds: dict[str, SampleBounds] = {}
+    for name, module in [*model.named_modules()]:
+        if follows_length(module):
+            decoder = name.rpartition(".")[0]
+            if decoder not in bounds:
+                bounds[decoder] = SampleBounds(model.get_submodule(decoder))
+            rotary: Any = module
+            rotary.forward = partial(_rotate, rotary, rotary.forward, bounds[decoder])
+
+
+def is_rotated_by_sample(model: nn.Module) -> bool:
+    """Whether `rotate_by_sample` has equipped a model."""
+    return any(follows_length(module) and "forward" in vars(module) for module in model.modules())
+
+
+def _rotate(
+    rotary: Any, forward: Callable[..., Any], bounds: SampleBounds, hidden: Tensor, position_ids: Tensor, *args: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    found = bounds.of_pack
+    if found is None or found[-1] != position_ids.shape[-1]:
+        return forward(hidden, position_ids, *args, **kwargs)
+    from omnibal.vlm.rotary import tables_by_sample
+
+    lengths = [stop - start for start, stop in pairwise(found)]
+    return tables_by_sample(rotary, forward, hidden, position_ids, lengths, *args, **kwargs)
 
 
 class StatefulLayers:

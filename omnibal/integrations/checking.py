@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from omnibal.errors import ConfigError
-from omnibal.integrations.apart import TYPES
+from omnibal.integrations.apart import TYPES, is_rotated_by_sample, rotate_by_sample
 from omnibal.integrations.encoders import blank_image, image_tokens
-from omnibal.integrations.leaks import PackingCheck, compare, plain_words
+from omnibal.integrations.leaks import Leak, PackingCheck, compare, plain_words
 from omnibal.integrations.packing import Collator, PackCollator, arguments_of, as_alone, positions_of, videos_of
+from omnibal.integrations.row_lengths import HEEDED, base_of, thresholds
+from omnibal.integrations.small_models import scaled_model
 
 SHAPES: Final = ((1, 0, 11), (0, 1, 14), (2, 0, 5), (0, 0, 8))
 """Images, videos and words of made-up samples: unlike in size, and no two of them with as many tokens."""
 SLICES: Final = 2
 """Temporal slices of a made-up video."""
-FEW: Final = 2
-"""Layers and heads of a small model, where one of each kind needs no more."""
-WIDTHS: Final = ("embed_dim", "hidden_size")
-HEADS: Final = ("num_attention_heads", "num_heads")
-LAYERS: Final = ("num_hidden_layers", "depth")
-OUTPUTS: Final = ("out_hidden_size", "projection_dim", "text_hidden_size", "vision_output_dim")
-"""Widths that lead from the encoder to the language model."""
-PLACES: Final = ("deepstack_visual_indexes", "fullatt_block_indexes", "full_attn_idxs")
-LARGE: Final = {
-    "num_key_value_heads": 1, "intermediate_size": 64, "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-}  # fmt: skip
-"""Numbers of a part that a small model may have at most."""
+MOST_IN_64_BITS: Final = 2**28
+"""Weights of a model that is checked in 64 bits: it takes three times its memory for a while."""
 
 
 def check_packing(
@@ -71,9 +62,80 @@ def check_packing(
         )
     if collate is None or items is None:
         samples = made_samples(model)
-        alone = [as_alone(sample) for sample in samples]
-        return compare(model, alone, as_pack(model, samples), gradients=gradients)
-    return compare(model, [collate([item]) for item in items], collate(list(items)), gradients=gradients)
+        alone, packed = [as_alone(sample) for sample in samples], as_pack(model, samples)
+    else:
+        alone, packed = [dict(collate([item])) for item in items], dict(collate(list(items)))
+    found = _compare_in_64_bits(model, alone, packed, gradients)
+    return _beyond(base_of(model), found, alone, packed) if found.is_exact else found
+
+
+def _compare_in_64_bits(
+    model: Any, alone: Sequence[Mapping[str, Any]], packed: Mapping[str, Any], gradients: bool
+) -> PackingCheck:
+    """Compare in 64 bits, in which smaller leaks stand out, if a CPU holds the model in 32 bits and has room."""
+    weights = [*model.parameters()]
+    plain = all(type(each.data) is Tensor and not hasattr(each, "ds_id") for each in weights)
+    fits = plain and sum(weight.numel() for weight in weights) <= MOST_IN_64_BITS
+    if fits and {(each.device.type, each.dtype) for each in weights} == {("cpu", torch.float32)}:
+        try:
+            with _in_64_bits(model):
+                return compare(model, [*map(_doubled, alone)], _doubled(packed), gradients=gradients)
+        except RuntimeError:  # a product that exists in fewer bits alone, as of grouped experts
+            pass
+    return compare(model, alone, packed, gradients=gradients)
+
+
+def _doubled(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
+
+
+@contextmanager
+def _in_64_bits(model: torch.nn.Module) -> Iterator[None]:
+    """Let a model compute in 64 bits; its weights and buffers are then put back to the bit."""
+    parameters = [(parameter, parameter.data) for parameter in model.parameters()]
+    buffers = [
+        (module, name, buffer, buffer.data)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    try:
+        model.double()
+        yield
+    finally:
+        for parameter, data in parameters:
+            parameter.data = data
+        for module, name, buffer, data in buffers:
+            buffer.data = data
+            setattr(module, name, buffer)
+
+
+def _beyond(
+    base: Any, found: PackingCheck, alone: Sequence[Mapping[str, Any]], packed: Mapping[str, Any]
+) -> PackingCheck:
+    """The check with what longer samples would show, tried in a small model for which these are long."""
+    longest, row = max(sample["input_ids"].shape[1] for sample in alone), packed["input_ids"].shape[1]
+    config = getattr(base, "config", None)
+    leaks: dict[str, Leak] = {}
+    beyond = []
+    for each in thresholds(config) if hasattr(config, "get_text_config") else ():
+        if (row if each.by_place else longest) > each.tokens:
+            continue  # the samples have shown it
+        try:
+            small = scaled_model(base, max(longest // 2, 1), [each])
+            if is_rotated_by_sample(base):
+                rotate_by_sample(small)
+            tried = _compare_in_64_bits(small, alone, packed, gradients=False)
+        except (ConfigError, ValueError, TypeError, RuntimeError, LookupError, AttributeError):
+            if each.word not in HEEDED:
+                beyond.append(str(each))
+            continue
+        if not tried.is_exact:
+            beyond.append(str(each))
+            leaks |= {leak.module: leak for leak in tried.leaks}
+    return replace(found, leaks=tuple(leaks.values()), beyond=tuple(beyond))
 
 
 def made_samples(model: Any) -> list[dict[str, Tensor]]:
@@ -123,47 +185,3 @@ def _images(image: Mapping[str, Tensor], count: int, generator: torch.Generator)
     fields = {name: torch.cat([value] * count) for name, value in image.items()}
     noise = torch.randn(fields["pixel_values"].shape, generator=generator)
     return fields | {"pixel_values": noise.to(fields["pixel_values"])}
-
-
-def small_config(config: Any) -> Any:
-    """A model's configuration with few and narrow layers, one of each kind at least, and heads as wide as they are.
-
-    Raises:
-        ConfigError: The configuration has no sizes by the names that most models give them.
-    """
-    small = copy.deepcopy(config)
-    text, vision = small.get_text_config(), getattr(small, "vision_config", None)
-    new_widths = {}  # by old width: what projectors and mergers lead to
-    for part in (each for each in (vision, text) if each is not None):
-        width_name = next((name for name in WIDTHS if hasattr(part, name)), None)
-        heads_name = next((name for name in HEADS if hasattr(part, name)), None)
-        if width_name is None or heads_name is None:
-            raise ConfigError(
-                f"config of {config.model_type} must have one each of {', '.join(WIDTHS)} and of {', '.join(HEADS)} to "
-                "be made small, got neither or one"
-            )
-        width, heads = getattr(part, width_name), getattr(part, heads_name)
-        head_width = getattr(part, "head_dim", None) or width // heads
-        new_widths[width] = FEW * head_width
-        for name, most in (LARGE | {heads_name: FEW}).items():
-            if isinstance(getattr(part, name, None), int):
-                setattr(part, name, min(getattr(part, name), most))
-        _cut_layers(part)
-    for part in (small, text, vision):
-        for name in (*WIDTHS, *OUTPUTS):
-            if part is not None and getattr(part, name, None) in new_widths:
-                setattr(part, name, new_widths[getattr(part, name)])
-    return small
-
-
-def _cut_layers(part: Any) -> None:
-    """Keep so many layers that one of each kind is there."""
-    name = next(name for name in LAYERS if hasattr(part, name))
-    kinds = getattr(part, "layer_types", None) or []
-    count = min(max([FEW, *(kinds.index(kind) + 1 for kind in kinds)]), getattr(part, name))
-    setattr(part, name, count)
-    if kinds:
-        part.layer_types = kinds[:count]
-    for places in PLACES:  # of special layers
-        if getattr(part, places, None):
-            setattr(part, places, [*range(min(count, len(getattr(part, places))))])

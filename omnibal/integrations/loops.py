@@ -30,16 +30,10 @@ from omnibal.integrations.lengths import (
 )
 from omnibal.integrations.loading import Dataset, PackedView, PackSampler
 from omnibal.integrations.losses import loss_per_target
-from omnibal.integrations.packing import (
-    FAMILIES,
-    Collator,
-    PackCollator,
-    SampleCollator,
-    arguments_of,
-    check_packed,
-    positions_of,
-)
+from omnibal.integrations.packing import FAMILIES, Collator, PackCollator, SampleCollator, arguments_of, positions_of
 from omnibal.integrations.padded import PaddedSampler
+from omnibal.integrations.proving import check_packed
+from omnibal.integrations.row_lengths import refuse_long_rows
 from omnibal.ranks import gather, place
 
 if TYPE_CHECKING:  # hosts on torch 2.1 have it elsewhere
@@ -206,6 +200,8 @@ def balanced_loader(
         workers = options.get("num_workers", 0)
         lengths = kept_lengths(collator_of(), dataset, lengths, saves=place()[0] == 0, num_workers=workers)
     limits.refuse_none(lengths)
+    if model is not None:
+        refuse_long_rows(model, limits)
     if mixture is not None:
         lengths = with_sources(lengths, dataset)
     if weigh_tokens and lengths.target_tokens is None:

@@ -17,11 +17,10 @@ from torch.nn.functional import pad
 
 from omnibal.data.kinds import Loads, loads_of
 from omnibal.data.lengths import SampleLengths
-from omnibal.errors import ConfigError, DataError
+from omnibal.errors import DataError
 from omnibal.families.base import WINDOWS
 from omnibal.formats.collate import IGNORED, MropeRule, Positions, mrope_positions
-from omnibal.integrations.apart import KINDS, TYPES, StatefulLayers, attend_by_bounds, mask_images
-from omnibal.integrations.leaks import PackingCheck, compare
+from omnibal.integrations.apart import TYPES
 from omnibal.integrations.loading import PackItems, PlannedLoads
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
@@ -54,7 +53,6 @@ WHY_LEFT_OUT: Final = MappingProxyType(
     | dict.fromkeys(PER_VIDEO, "packs hold videos of Qwen's models alone")
 )
 """Fields that packs cannot have, whether the model names them or not, and why."""
-CHECKED_TOKENS: Final = 8
 LEAST_FRAMES: Final = 7
 """Fewer are one token, which Qwen2-Audio's code in transformers takes for a sound whose tokens are yet to come."""
 
@@ -335,76 +333,6 @@ def as_one_row(images: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if "pixel_attention_mask" not in images or images["pixel_values"].dim() != 4:
         return dict(images)
     return {**images, **{name: images[name][None] for name in ("pixel_values", "pixel_attention_mask")}}
-
-
-def check_packed(
-    model: torch.nn.Module,
-    collator: PackCollator,
-    items: Sequence[Any],
-    *,
-    device: torch.device | None = None,
-    rounded: bool = False,
-) -> None:
-    """Check that a pack gives each sample the logits that it gets alone.
-
-    From then on, layers that would let a state or an image across keep samples apart.
-
-    The model is wrapped if it is trained so: where layers gather their weights from other ranks, all ranks check the
-    same items at the same time. ``rounded``: it computes in 16 bits whatever its logits come in, as under autocast.
-    With more than two items each module is looked at, whatever the logits are.
-    """
-    samples = [collator.sample(item) for item in items]
-    alone, packed = [as_alone(sample) for sample in samples], collator.pack(samples)
-    check = partial(compare, model, alone, packed, device=device, rounded=rounded, isolation=len(samples) > 2)
-    mask_images(model)
-    found = _found(check, attend_by_bounds(model))
-    if _leaks_states(found):
-        layers = StatefulLayers(model, found.leaks)
-        found = check(isolation=True)
-        if layers.by_kernels and not found.is_exact:
-            layers.by_kernels = False
-            found = check()
-    if not found.is_exact:
-        raise ConfigError(
-            f"packed samples must get the logits that they get alone, got {found.errors}, through {found.through}; "
-            "such packs cannot train it, but balance(..., padded=True) trains it on balanced batches with padding"
-        )
-
-
-def _found(check: Callable[[], PackingCheck], undo: Callable[[], None] | None) -> PackingCheck:
-    """Check; where attention by bounds is not exact, undo it and check the model with its own attention."""
-    try:
-        found = check()
-        if undo is None or found.is_exact or _leaks_states(found):
-            return found
-    except ConfigError:  # raised by attention that is no plain scaled dot product
-        if undo is None:
-            raise
-    undo()
-    return check()
-
-
-def _leaks_states(found: PackingCheck) -> bool:
-    """Whether all that leaks are states, which `StatefulLayers` keep apart."""
-    return bool(found.leaks) and {leak.kind for leak in found.leaks} <= KINDS
-
-
-def two_texts(config: Any) -> tuple[PackCollator, list[list[int]]]:
-    """A collator and two made-up texts, the same on all ranks: to check a model before anything is drawn."""
-    if config.model_type not in FAMILIES:
-        raise ConfigError(
-            f"model_type must be one of {', '.join(FAMILIES)} to pack samples that nobody has read yet, got "
-            f"{config.model_type!r}; packs of a dataset that is read by index may prove exact, and padded=True works"
-        )
-    special = {value for name, value in config.to_dict().items() if name.endswith("token_id")}
-    ids = [token for token in range(config.get_text_config().vocab_size) if token not in special]
-    texts = [ids[:CHECKED_TOKENS], ids[CHECKED_TOKENS : 3 * CHECKED_TOKENS]]
-    return PackCollator(_text, positions_of(config)), texts
-
-
-def _text(items: list[list[int]]) -> dict[str, Tensor]:
-    (ids,) = torch.tensor(items)[:, None]
-    return {"input_ids": ids, "labels": ids}
 
 
 def as_alone(sample: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -18,10 +18,11 @@ from omnibal.dispatch.exchange import exchange
 from omnibal.dispatch.step_plan import StepPlan
 from omnibal.errors import ConfigError
 from omnibal.formats.collate import IGNORED
-from omnibal.integrations.apart import TYPES, mask_images
+from omnibal.integrations.apart import TYPES, mask_images, rotate_by_sample
 from omnibal.integrations.encoders import EncoderAdapter, encoders_of, place_of
 from omnibal.integrations.losses import loss_per_target
-from omnibal.integrations.packing import STATEFUL, check_packed, two_texts
+from omnibal.integrations.packing import STATEFUL
+from omnibal.integrations.proving import check_packed, two_texts
 from omnibal.ranks import Meeting, failures_reach_all_ranks
 
 Sample = Mapping[str, Tensor]
@@ -122,6 +123,7 @@ class RearrangedModel(nn.Module):
         if getattr(config, "model_type", None) in STATEFUL:
             check_packed(model, *two_texts(config))  # makes layers keep samples apart
         mask_images(model)
+        rotate_by_sample(model)
 
     def forward(self, drawn: Drawn) -> Tensor:
         """This rank's part of the loss, () times the number of ranks: frameworks average gradients over ranks.

@@ -17,7 +17,9 @@ from omnibal.feeds.feed import Step
 from omnibal.feeds.stream import StreamFeed
 from omnibal.integrations.encoders import blank_samples
 from omnibal.integrations.loops import TOKEN_WEIGHT, ItemCollator, item_loads
-from omnibal.integrations.packing import Collator, PackCollator, arguments_of, check_packed, positions_of, two_texts
+from omnibal.integrations.packing import Collator, PackCollator, arguments_of, positions_of
+from omnibal.integrations.proving import check_packed, two_texts
+from omnibal.integrations.row_lengths import refuse_long_rows
 from omnibal.ranks import gather, new_gloo_group, place
 
 StreamCollator = PackCollator | ItemCollator
@@ -171,6 +173,7 @@ def balanced_stream(
     blanks = [] if model is None else blank_samples(model)
     if model is not None:
         collator = PackCollator(collate, positions_of(model.config), arguments=arguments_of(model))
+        refuse_long_rows(model, limits)
         check_packed(model, *two_texts(model.config))
     return StreamLoader(
         sources if isinstance(sources, Mapping) else {"data": sources},

@@ -24,8 +24,9 @@ from omnibal.device import Device
 from omnibal.errors import ConfigError
 from omnibal.integrations.loading import PackSampler
 from omnibal.integrations.losses import keeps_sft_loss, works_on_targets
-from omnibal.integrations.packing import PackCollator, check_packed
+from omnibal.integrations.packing import PackCollator
 from omnibal.integrations.padded import PaddedSampler
+from omnibal.integrations.proving import check_packed
 from omnibal.integrations.trainer_steps import Costs, Waiting, module_of
 from omnibal.processes import EndRequest, leave_ends_to_parent
 from omnibal.profile.calibration import SIZES

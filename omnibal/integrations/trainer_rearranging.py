@@ -18,10 +18,12 @@ from omnibal.dispatch.step_plan import phase_name
 from omnibal.errors import ConfigError
 from omnibal.integrations.encoders import EncoderAdapter, encoders_of
 from omnibal.integrations.losses import keeps_sft_loss
-from omnibal.integrations.packing import PackCollator, arguments_of, positions_of, two_texts
+from omnibal.integrations.packing import PackCollator, arguments_of, positions_of
 from omnibal.integrations.padded import RowCollator
+from omnibal.integrations.proving import two_texts
 from omnibal.integrations.rearranging import Drawn, Phases
 from omnibal.integrations.rearranging_loader import RearrangingLoader, counted_costs
+from omnibal.integrations.row_lengths import refuse_long_rows
 from omnibal.integrations.target_rows import base_of
 from omnibal.integrations.trainer_hooks import (
     RecipeCallback,
@@ -84,6 +86,8 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
         if not holds:
             raise ConfigError(f"{name} must be {expected} to rearrange samples, got {value}")
     model = base_of(trainer.accelerator.unwrap_model(trainer.model))
+    if not padded:
+        refuse_long_rows(model, limits)
     positions = positions_of(model.config)
     kind = RowCollator if padded else PackCollator
     collator = kind(trainer.data_collator, positions, arguments=arguments_of(model))

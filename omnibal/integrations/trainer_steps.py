@@ -62,6 +62,7 @@ def fit_step(
     num_replicas: int,
     most: PackLimits | None = None,
     padded: bool = False,
+    longest_row: int | None = None,
     memory: RankMemory | None = None,
 ) -> StepSize:
     """Limits and micro-batches under which steps hold as many samples as were asked for, within ``KEPT`` if possible.
@@ -70,6 +71,7 @@ def fit_step(
         samples_per_step: Samples of a step that are asked for, of all ranks together.
         batch_size: Samples of a micro-batch that the device is known to hold; packs hold as many, or fewer.
         padded: Whether limits are for padded batches, which are planned with a part of them.
+        longest_row: The most tokens of a pack in which the model computes samples as it does alone.
         memory: What ranks hold, and how much they have; for limits that are searched.
     """
     # 1. Limits that are given stay where some number of micro-batches fits them.
@@ -86,6 +88,8 @@ def fit_step(
     largest = largest_limits(lengths, hears=hears)
     smallest = PackLimits(int(lengths.vision_units.min()), max(int(lengths.llm_tokens.min()), 1))
     ceiling = search.ceiling(largest) if most is None else given.limits
+    if longest_row is not None and ceiling.llm_tokens > longest_row:
+        ceiling = PackLimits(ceiling.vision_units, longest_row, sound_units=ceiling.sound_units)
     found: list[StepSize] = []
     for least in (largest, smallest) if largest.within(ceiling) else (smallest,):
         found.append(search.best(least, ceiling, fills_batches=most is None and least == largest))

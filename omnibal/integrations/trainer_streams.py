@@ -20,7 +20,9 @@ from omnibal.feeds.buffer_plan import buffer_of
 from omnibal.feeds.sources import EveryNth, is_indexed, iterated
 from omnibal.feeds.stream import FATES, FREE
 from omnibal.integrations.encoders import blank_samples
-from omnibal.integrations.packing import PackCollator, arguments_of, positions_of, two_texts
+from omnibal.integrations.packing import PackCollator, arguments_of, positions_of
+from omnibal.integrations.proving import two_texts
+from omnibal.integrations.row_lengths import refuse_long_rows
 from omnibal.integrations.streams import StreamLoader
 from omnibal.integrations.trainer_hooks import (
     PacksCallback,
@@ -58,6 +60,7 @@ def pack_stream(
         raise ConfigError(f"tensor-parallel ranks must be 1 to train on a stream, got {trainer.get_tp_size()}")
     buffer = buffer_of(args.gradient_accumulation_steps)
     model = trainer.accelerator.unwrap_model(trainer.model)
+    refuse_long_rows(model, limits)
     loader = StreamLoader(
         _sources(trainer, mixture),
         PackCollator(trainer.data_collator, positions_of(model.config), arguments=arguments_of(model)),

@@ -32,6 +32,7 @@ from omnibal.integrations.loops import PackLoader
 from omnibal.integrations.losses import Reduction, StepLoss
 from omnibal.integrations.packing import FAMILIES, PackCollator, arguments_of, positions_of
 from omnibal.integrations.padded import PaddedCollator, PaddedSampler
+from omnibal.integrations.row_lengths import longest_row, refuse_long_rows
 from omnibal.integrations.target_rows import base_of, language_of
 from omnibal.integrations.trainer_calibration import CalibratesCosts, measured_before
 from omnibal.integrations.trainer_evaluation import ExactEvaluation
@@ -139,6 +140,10 @@ def balance(
     counted = _profile(trainer)
     before = measured_before(trainer, counted)
     profile, cost = before or (counted, None)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    row = None if padded else longest_row(model)
+    if limits is not None and not padded:
+        refuse_long_rows(model, limits)
     size = fit_step(
         typical_lengths(lengths, mixture),
         asked,
@@ -146,6 +151,7 @@ def balance(
         num_replicas=num_replicas,
         most=limits,
         padded=padded,
+        longest_row=None if row is None else row.tokens,
         memory=None if memory_gib is None or limits is not None else memory_of(trainer, profile, memory_gib),
     )
     plan = partial(
@@ -177,7 +183,6 @@ def balance(
             sampler, size.limits, costs, layout, asked_steps, device=device, is_measured=before is not None
         )
         print(described)
-    model = trainer.accelerator.unwrap_model(trainer.model)
     if counted is not None and language_of(model) is not None and not args.torch_compile:
         promise = partial(compare, sampler, size.limits, layout=layout, asked_steps=asked_steps)
         source = "counting" if before is None else "by an earlier run"

@@ -31,7 +31,8 @@ from omnibal.formats.collate import GRIDS, MropeRule
 from omnibal.vlm.attention import attention_kwargs
 from omnibal.vlm.layers import LayerRecipe, VisionLanguageModel, skeleton_of
 from omnibal.vlm.payload import PackCounts, Payload, note_counts
-from omnibal.vlm.text import DecoderBlock, ExactRotary, text_recipes
+from omnibal.vlm.rotary import ExactRotary
+from omnibal.vlm.text import DecoderBlock, text_recipes
 
 
 class PatchPlaces(NamedTuple):

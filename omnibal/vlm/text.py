@@ -1,6 +1,6 @@
 """The language model's pipeline layers, shared by all families, around transformers' own modules."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from omnibal.loss import WHOLE, LogitsOf, Vocabulary, evaluation_statistics, sum
 from omnibal.vlm.attention import attention_kwargs, sample_lengths
 from omnibal.vlm.layers import LayerRecipe
 from omnibal.vlm.payload import Payload, counts_of
+from omnibal.vlm.rotary import ExactRotary
 from omnibal.vlm.tensor import VocabularyPart
 from omnibal.vlm.tensor_group import copy_of
 
@@ -23,7 +24,6 @@ class TextEmbedding(nn.Module):
     def __init__(self, config: Any, embed_tokens: nn.Embedding) -> None:
         super().__init__()
         self.image_token_id: int = config.image_token_id
-        self.longest = _longest_sample(config.text_config)
         self.embed_tokens = embed_tokens
 
     def forward(self, payload: Payload) -> Payload:
@@ -39,11 +39,6 @@ class TextEmbedding(nn.Module):
             raise DataError(
                 f"image tokens must be as many as image features, got {image_tokens} image tokens in input_ids "
                 f"and {len(features)} features"
-            )
-        if self.longest is not None and max(sample_lengths(payload.cu_seq_lens)) > self.longest:
-            raise DataError(
-                f"samples must have at most max_position_embeddings ({self.longest}) tokens under dynamic rotary "
-                f"embeddings, got {max(sample_lengths(payload.cu_seq_lens))}"
             )
         # Image tokens stand in the order of the features, image after image.
         merged = embedded.masked_scatter(image[..., None], features.to(embedded.dtype))
@@ -80,7 +75,7 @@ class DecoderBlock(nn.Module):
         hidden = self.block(
             payload.hidden,
             position_ids=payload.position_ids,
-            position_embeddings=self.rotary(payload.hidden, payload.position_ids),
+            position_embeddings=self.rotary(payload.hidden, payload.position_ids, sample_lengths(payload.cu_seq_lens)),
             **attention_kwargs(payload.cu_seq_lens),
         )
         return payload.replace(hidden=hidden.contiguous())
@@ -124,40 +119,6 @@ def _judged(layer: Head | TiedEmbedding, payload: Payload, head: LogitsOf, param
         targets = payload.integers["targets"]
         return payload.replace(hidden=summed_loss(head, parameters, rows, targets, vocabulary=words))
     return payload.replace(hidden=evaluation_statistics(head, rows, payload.integers, words))
-
-
-class ExactRotary(nn.Module):
-    """Rotary tables from frequencies that stay float32 and do not depend on what else is in the pack."""
-
-    def __init__(self, rotary: Any) -> None:
-        super().__init__()
-        if "dynamic" in rotary.rope_type:
-            # transformers asks the device for the largest position, in every layer, and stretches all samples'
-            # frequencies once it reaches max_position_embeddings. TextEmbedding refuses such positions, and below
-            # them "dynamic" equals "default".
-            rotary.rope_type = "default"
-        self.rotary = rotary
-
-    def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, each (1, tokens, head_dim), in the type of ``hidden``."""
-        cosines, sines = self.rotary(hidden, position_ids)
-        return cosines, sines
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ExactRotary":
-        """Follow the model to its device, but not to bfloat16, in which far positions become indistinguishable."""
-        before = dict(self.rotary.named_buffers())
-        # nn.Module's to(), half() and cuda() all end here; frequencies get back their old type on the new device.
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, now in list(self.rotary.named_buffers()):
-            if now.dtype != before[name].dtype:
-                setattr(self.rotary, name, before[name].to(now.device))
-        return self
-
-
-def _longest_sample(text_config: Any) -> int | None:
-    # The longest sample that "dynamic" frequencies leave as they are; None where no length changes them.
-    dynamic = "dynamic" in text_config.rope_parameters["rope_type"]
-    return int(text_config.max_position_embeddings) if dynamic else None
 
 
 def text_recipes(records: Sequence[LayerRecord]) -> tuple[LayerRecipe, ...]:

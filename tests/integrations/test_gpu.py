@@ -12,7 +12,8 @@ from transformers.utils.import_utils import is_causal_conv1d_available, is_flash
 
 from omnibal.integrations.checking import as_pack, check_packing, made_samples
 from omnibal.integrations.losses import loss_per_target
-from omnibal.integrations.packing import FAMILIES, PackCollator, arguments_of, check_packed, positions_of, two_texts
+from omnibal.integrations.packing import FAMILIES, PackCollator, arguments_of, positions_of
+from omnibal.integrations.proving import check_packed, two_texts
 from omnibal.integrations.transformers import balance
 from omnibal.vlm import attention
 from tests.engine.launch import launch

@@ -9,8 +9,9 @@ from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.lengths import samples_to_check
 from omnibal.integrations.loading import PackItems
 from omnibal.integrations.losses import loss_per_target
-from omnibal.integrations.packing import FAMILIES, PackCollator, arguments_of, check_packed, positions_of, two_texts
+from omnibal.integrations.packing import FAMILIES, PackCollator, arguments_of, positions_of
 from omnibal.integrations.padded import PaddedCollator
+from omnibal.integrations.proving import check_packed, two_texts
 from omnibal.vlm.attention import PACKED_ATTENTION
 from tests.families.models import EXPERTS, small_config
 from tests.integrations.items import Collate, collated_backward, config_of, items_of, items_of_kinds

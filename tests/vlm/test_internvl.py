@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from omnibal.errors import ConfigError, DataError
+from omnibal.errors import DataError
 from omnibal.vlm import Payload, load_model
 from tests.vlm.models import (
     build_layers,
@@ -190,23 +190,29 @@ def test_wrong_number_of_image_tokens_names_both_counts(tied):
         run_layers(layers, pack)
 
 
-def test_dynamic_rotary_refuses_samples_that_would_change_their_neighbours():
-    layers = build_layers(load_model(CONFIGS["dynamic rotary"]))
-    assert run_layers(layers, make_pack([make_sample(0, question=60), make_sample(1, question=110)])).isfinite().all()
-    run_layers(layers, make_pack([make_sample(0, question=125)]))
-    with pytest.raises(DataError, match=r"max_position_embeddings \(128\).*got 129"):
-        run_layers(layers, make_pack([make_sample(0, question=126)]))
+LONGROPE = {
+    "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0], "rope_theta": 1e4,
+    "factor": 2.0, "original_max_position_embeddings": 40,
+}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+BY_LENGTH = {
+    "dynamic": tiny_config(text_options={"rope_parameters": DYNAMIC, "max_position_embeddings": 40}),
+    "longrope": tiny_config(text="llama", text_options={"rope_parameters": LONGROPE}),
+}
 
 
-def test_dynamic_rotary_tables_never_change():
-    layers = build_layers(load_model(CONFIGS["dynamic rotary"]))
-    rotary, hidden = layers[-3].rotary, torch.zeros(1, 2, 32)
-    near, far = (rotary(hidden, torch.tensor([[5, last]]))[0] for last in (6, 5000))
-    assert torch.equal(near[:, 0], far[:, 0])
-
-
-def test_longrope_is_refused():
-    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4}
-    rope["original_max_position_embeddings"] = 64
-    with pytest.raises(ConfigError, match="longrope"):
-        load_model(tiny_config(text="llama", text_options={"rope_parameters": rope}))
+@pytest.mark.parametrize("config", BY_LENGTH.values(), ids=BY_LENGTH.keys())
+def test_each_sample_gets_the_rotary_tables_of_its_own_length(config):
+    model = load_model(config)
+    layers = build_layers(model)
+    plain = plain_model(model, layers)
+    samples = [make_sample(number, question=words) for number, words in enumerate((20, 60, 34, 5, 90, 70, 30))]
+    rotary = plain.model.language_model.rotary_emb
+    with torch.no_grad():
+        found = run_layers(layers, make_pack(samples))[0].split([len(each["input_ids"]) for each in samples])
+        for logits, sample in zip(found, samples, strict=True):
+            fresh = type(rotary)(plain.config.text_config)  # transformers' frequencies are state
+            plain.model.language_model.rotary_emb = fresh
+            torch.testing.assert_close(logits, plain_logits(plain, sample), rtol=1e-4, atol=1e-5)
+            if len(sample["input_ids"]) > 40:
+                assert not torch.equal(fresh.inv_freq, fresh.original_inv_freq), "the sample is long enough to show"

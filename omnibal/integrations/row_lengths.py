@@ -1,0 +1,180 @@
+"""What in a model depends on the length of a row.
+
+| in the configuration | depends on | packs |
+|---|---|---|
+| rope type `dynamic` or `longrope`, transformers' modules | the longest sample of a row | get tables by sample |
+| the same in other code | the row's length | have a longest row |
+| `attn_temperature_tuning`, `use_logn_attn`, `use_dynamic_ntk` | a place in the row | the same |
+| windows, chunks, `llama_4_scaling_beta` | distances and positions in a sample | are exact if the code heeds them |
+
+Frequencies of "linear", "yarn", "llama3" and "proportional" are the same for all lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
+
+from torch import nn
+
+from omnibal.data.limits import PackLimits
+from omnibal.errors import ConfigError
+
+BY_PLACE: Final = {
+    "attn_temperature_tuning": ("floor_scale", 1),
+    "use_logn_attn": ("seq_length", 0),
+    "use_dynamic_ntk": ("seq_length", 0),
+}
+"""By a field that switches on what depends on a token's place in its row: the field with the longest row that does not
+show it, and how many tokens that row lies below the number."""
+LONGROPE: Final = "longrope"
+WINDOWS: Final = "attention in windows"
+CHUNKS: Final = "attention in chunks"
+HEEDED: Final = (WINDOWS, CHUNKS)
+"""What masks of transformers apply within samples."""
+ROPE_FIELDS: Final = ("rope_parameters", "rope_scaling")
+FOLLOWING: Final = ("dynamic", LONGROPE)
+NOT_PACKED: Final = ("audio", "speech", "sound")
+"""Parts of names of sub-models whose rows are single sounds."""
+
+
+class Threshold(NamedTuple):
+    """A number in a configuration: rows or samples of more tokens are computed otherwise than shorter ones."""
+
+    part: tuple[str, ...]
+    """Where in the configuration ``field`` stands: attributes, or keys of dictionaries."""
+    field: str
+    tokens: int
+    word: str
+    """What depends on the length, as the configuration calls it."""
+    by_place: bool
+    """Whether a token's place in its row counts, where otherwise positions and distances in its sample do."""
+    below: int = 0
+    """The number in the configuration less ``tokens``."""
+
+    def __str__(self) -> str:
+        number = f"{self.tokens} tokens of a {'row' if self.by_place else 'sample'}"
+        return f"{number} ({'.'.join((*self.part, self.field))}: {self.word})"
+
+
+def thresholds(config: Any) -> list[Threshold]:
+    """What depends on length in a configuration of transformers, in all of its sub-models."""
+    return [*_thresholds(config.to_dict(), ())]
+
+
+def _thresholds(part: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[Threshold]:
+    for name, value in part.items():
+        if isinstance(value, Mapping) and not any(word in name for word in NOT_PACKED):
+            if name not in ROPE_FIELDS:
+                yield from _thresholds(value, (*path, name))
+                continue
+            # Gemma's models have parameters for each kind of layer.
+            by_layer = {(): value} | {(key,): each for key, each in value.items() if isinstance(each, Mapping)}
+            for key, parameters in by_layer.items():
+                yield from _of_rope(part, path, (*path, name, *key), parameters)
+    for name, (field, below) in BY_PLACE.items():
+        if part.get(name) and isinstance(part.get(field), int):
+            yield Threshold(path, field, int(part[field]) - below, name, True, below)
+    for name, word in (("sliding_window", WINDOWS), ("attention_chunk_size", CHUNKS)):
+        if isinstance(part.get(name), int) and part.get(f"use_{name}", True):
+            yield Threshold(path, name, part[name], word, False)
+
+
+def _of_rope(
+    part: Mapping[str, Any], path: tuple[str, ...], own: tuple[str, ...], parameters: Mapping[str, Any]
+) -> Iterator[Threshold]:
+    kind = str(parameters.get("rope_type", parameters.get("type", "")))
+    original, fields = "original_max_position_embeddings", ((own, parameters), (path, part))
+    if "dynamic" in kind and isinstance(part.get("max_position_embeddings"), int):
+        yield Threshold(path, "max_position_embeddings", part["max_position_embeddings"], "dynamic", False)
+    elif kind in (LONGROPE, "su") or parameters.get("llama_4_scaling_beta"):
+        word = LONGROPE if kind in (LONGROPE, "su") else "llama_4_scaling_beta"
+        for where, numbers in fields:  # Phi-3 has the number in both
+            if isinstance(numbers.get(original), int):
+                yield Threshold(where, original, numbers[original], word, False)
+
+
+def longest_row(model: Any) -> Threshold | None:
+    """What limits the rows of a model: packs of several samples that hold more tokens are not exact."""
+    base = base_of(model)
+    return min(_of_rows(base), key=lambda each: each.tokens, default=None)
+
+
+def shown_by_samples(base: Any) -> list[Threshold]:
+    """What depends on a sample's own length alone, if packs keep samples apart: samples that are longer show it."""
+    of_rows = _of_rows(base)
+    return [each for each in _in_text(base) if each not in of_rows]
+
+
+def _of_rows(base: Any) -> list[Threshold]:
+    by_sample = any(follows_length(module) for module in base.modules())
+    return [each for each in _in_text(base) if each.by_place or (each.word in FOLLOWING and not by_sample)]
+
+
+def _in_text(base: Any) -> list[Threshold]:
+    config: Any = getattr(base, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return []
+    text = config.get_text_config()
+    names = [name for name in config.sub_configs if getattr(config, name, None) is not text]
+    return [each for each in thresholds(config) if each.part[:1] not in [(name,) for name in names]]
+
+
+def refuse_other_parts(base: Any) -> None:
+    """Refuse encoders whose rotary embeddings follow the largest image of a row, which no limit of tokens prevents."""
+    found = [] if not hasattr(base, "config") else thresholds(base.config)
+    of_text = _in_text(base)
+    for each in found:
+        if each.word in FOLLOWING and each not in of_text:
+            raise ConfigError(
+                f"rope_type of {each.part[0]} must not follow the other images of a row to train packs, got "
+                f"{each.word!r}; balance(..., padded=True) trains on padded batches"
+            )
+
+
+def follows_length(module: nn.Module) -> bool:
+    """Whether a module has rotary embeddings of transformers that follow the length of a row."""
+    if not any(name.endswith("original_inv_freq") for name, _ in module.named_buffers(recurse=False)):
+        return False
+    from omnibal.vlm.rotary import length_types  # loops of models from elsewhere need no transformers
+
+    return bool(length_types(module))
+
+
+@contextmanager
+def new_for_each_row(model: nn.Module) -> Iterator[None]:
+    """Let forward passes begin with the rotary embeddings of a new model; transformers keeps those of longer rows."""
+    following = [module for module in model.modules() if follows_length(module)]
+    hooks = [module.register_forward_pre_hook(_renew) for module in following]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _renew(rotary: nn.Module, args: Any) -> None:
+    from omnibal.vlm.rotary import renew
+
+    renew(rotary)
+
+
+def refuse_long_rows(model: Any, limits: PackLimits | None) -> None:
+    """Refuse limits under which packs hold more tokens than the rows in which samples are computed as they are alone.
+
+    Raises:
+        ConfigError: The limits do, or there are none.
+    """
+    row = longest_row(model)
+    if row is not None and (limits is None or limits.llm_tokens > row.tokens):
+        raise ConfigError(
+            f"limits.llm_tokens must be at most {row.tokens} for packs of this model, which computes longer rows "
+            f"otherwise ({'.'.join((*row.part, row.field))}), got {'none' if limits is None else limits.llm_tokens}"
+        )
+
+
+def base_of(model: Any) -> Any:
+    """The model of transformers in wrappers, or the model itself."""
+    parts = (part for part in model.modules() if hasattr(type(part), "config_class"))
+    return next(parts, model)
