@@ -15,7 +15,8 @@ from omnibal.cost import CostModel, Load
 from omnibal.errors import ConfigError
 from omnibal.integrations.loading import PackSampler
 from omnibal.integrations.target_rows import language_of
-from omnibal.integrations.trainer_hooks import PacksCallback, recompute_of, replicas_of
+from omnibal.integrations.trainer_hooks import PacksCallback
+from omnibal.integrations.trainer_settings import recompute_of, replicas_of
 from omnibal.integrations.trainer_steps import SOUND, Costs, Gains, first_steps, samples_per_step, step_seconds
 from omnibal.profile.calibration import (
     MOST_PASSES,

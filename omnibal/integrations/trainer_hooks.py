@@ -5,13 +5,10 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from copy import copy
 from functools import partial, wraps
 from typing import Any, Final, NamedTuple
 
 import torch
-import transformers
-from packaging.version import Version
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
@@ -23,43 +20,18 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.device import Device
 from omnibal.errors import ConfigError
 from omnibal.integrations.loading import PackSampler
-from omnibal.integrations.losses import keeps_sft_loss, works_on_targets
+from omnibal.integrations.losses import works_on_targets
 from omnibal.integrations.packing import PackCollator
 from omnibal.integrations.padded import PaddedSampler
 from omnibal.integrations.proving import check_packed
+from omnibal.integrations.trainer_settings import layout_of, recompute_of, replicas_of
 from omnibal.integrations.trainer_steps import Costs, Waiting, module_of
 from omnibal.processes import EndRequest, leave_ends_to_parent
 from omnibal.profile.calibration import SIZES
-from omnibal.profile.records import Level, ModelProfile
+from omnibal.profile.records import ModelProfile
 from omnibal.ranks import any_rank
 
-FLOOR: Final = "5.23"  # the oldest transformers that the tests run with: balance changes what Trainer does inside
 GIB: Final = 2**30
-
-
-def layout_of(trainer: Trainer) -> Sharding:
-    """How the trainer's ranks share their work."""
-    if trainer.is_deepspeed_enabled:
-        layouts: tuple[Sharding, ...] = ("ddp", "zero1", "zero2", "zero3")
-        return layouts[int(trainer.accelerator.state.deepspeed_plugin.zero_stage)]
-    return "fsdp" if trainer.is_fsdp_enabled or _of_mesh(trainer, "fsdp_size") > 1 else "ddp"
-
-
-def _of_mesh(trainer: Trainer, name: str) -> int:
-    """A size of the mesh that ``from_pretrained(distributed_config=...)`` has laid the model on."""
-    config = getattr(getattr(trainer.model, "config", None), "distributed_config", None)
-    return int(getattr(config, name, None) or 1)
-
-
-def replicas_of(trainer: Trainer) -> tuple[int, int]:
-    """This process's data-parallel rank, and how many there are: ranks that share each tensor get the same packs."""
-    sharing = trainer.get_tp_size()  # the innermost dimension of the device mesh
-    return trainer.args.process_index // sharing, trainer.args.world_size // sharing
-
-
-def data_seed(trainer: Trainer) -> int:
-    args = trainer.args
-    return int(args.seed if args.data_seed is None else args.data_seed)
 
 
 def worker_options(args: TrainingArguments) -> dict[str, Any]:
@@ -75,26 +47,6 @@ def worker_options(args: TrainingArguments) -> dict[str, Any]:
 def _begin_worker(worker: int, **seeds: int) -> None:
     leave_ends_to_parent(worker)
     seed_worker(worker, **seeds)
-
-
-def set_micro_batches(trainer: Trainer, micro_batches: int) -> None:
-    """Let an optimizer step have as many micro-batches of each rank; the arguments that the user holds stay."""
-    if micro_batches == trainer.args.gradient_accumulation_steps:
-        return
-    trainer.args = copy(trainer.args)
-    trainer.args.gradient_accumulation_steps = micro_batches
-    if trainer.is_deepspeed_enabled:  # DeepSpeed has a count of its own, and checks that its batch sizes agree
-        config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
-        config["gradient_accumulation_steps"] = micro_batches
-        config.pop("train_batch_size", None)
-
-
-def recompute_of(trainer: Trainer) -> Level:
-    """What layers compute again in their backward passes."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    by_model = trainer.args.gradient_checkpointing or getattr(model, "is_activation_checkpointing", False)
-    by_fsdp = trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.activation_checkpointing
-    return "full" if by_model or by_fsdp else "none"
 
 
 def memory_of(trainer: Trainer, profile: ModelProfile | None, memory_gib: float) -> RankMemory:
@@ -135,62 +87,6 @@ def refuse_missing_kinds(trainer: Trainer, lengths: SampleLengths) -> None:
         raise ConfigError(
             f"what is trained must get gradients from the data, got none of {module_of(lacking[0])} for {lacking[0]}; "
             "DDP fails in the second step: freeze it, or set ddp_find_unused_parameters=True"
-        )
-
-
-def refuse_settings(trainer: Trainer) -> None:
-    """Refuse settings that packs would silently break, or be broken by; the message says what each must be."""
-    if Version(transformers.__version__) < Version(FLOOR):
-        raise ConfigError(
-            f"transformers must be {FLOOR} or newer, got {transformers.__version__}; "
-            "omnibal.integrations.loops.replace_loader serves older ones"
-        )
-    args, kind = trainer.args, type(trainer)
-    if "get_train_dataloader" in vars(trainer):
-        raise ConfigError("balance must be called once for a trainer, got one that trains on packs")
-    of_loss = () if keeps_sft_loss(trainer) else ("compute_loss", "training_step")
-    for method in ("get_train_dataloader", "_get_train_sampler", *of_loss):
-        if getattr(kind, method) is not getattr(Trainer, method):
-            raise ConfigError(
-                f"trainer must have Trainer's own {method}, got that of {kind.__name__}; "
-                "omnibal.integrations.loops.replace_loader(trainer, limits, model=model) changes its loader alone"
-            )
-    settings = {
-        "train_sampling_strategy": (args.train_sampling_strategy, "random"),
-        "remove_unused_columns": (args.remove_unused_columns, False),
-        "average_tokens_across_devices": (args.average_tokens_across_devices, True),
-        "label_smoothing_factor": (args.label_smoothing_factor, 0.0),
-        "neftune_noise_alpha": (args.neftune_noise_alpha, None),  # its noise shrinks with the length of what is run
-        "auto_find_batch_size": (args.auto_find_batch_size, False),
-        "packing": (getattr(args, "packing", None) or False, False),  # SFTTrainer's
-        "padding_free": (getattr(args, "padding_free", None) or False, False),
-        "pipeline-parallel ranks": (_of_mesh(trainer, "pp_size"), 1),
-        "n_gpu of a process": (max(args.n_gpu, 1), 1),
-    }
-    for name, (value, expected) in settings.items():
-        if value != expected:
-            raise ConfigError(f"{name} must be {expected} to train on packs, got {value}")
-    deepspeed_config = (
-        trainer.accelerator.state.deepspeed_plugin.deepspeed_config if trainer.is_deepspeed_enabled else {}
-    )
-    shared = (deepspeed_config.get("tensor_parallel") or {}).get("autotp_size", 0)
-    if shared not in (0, 1):
-        raise ConfigError(
-            f"tensor_parallel.autotp_size must be 1 to train on packs, got {shared}; ranks that share layers need one "
-            "pack, and Trainer does not say which they are: DistributedConfig(tp_size=...) does"
-        )
-    for name, ranks in (("context", trainer.get_cp_size()), ("sequence", trainer.get_sp_size())):
-        if ranks > 1:
-            raise ConfigError(
-                f"{name}-parallel ranks must be 1 to train on packs, got {ranks}; Trainer splits batches along their "
-                "tokens, which pixels lack; balanced_loader(mesh=...) deals packs to groups of ranks in other loops"
-            )
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    if not hasattr(model, "config"):
-        raise ConfigError(f"model must be one of transformers' to train on packs, got {type(model).__name__}")
-    if trainer.compute_loss_func is not None:
-        raise ConfigError(
-            "compute_loss_func must be None to train on packs, got one; their loss is exact over all tokens"
         )
 
 

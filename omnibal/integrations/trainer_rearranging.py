@@ -25,16 +25,8 @@ from omnibal.integrations.rearranging import Drawn, Phases
 from omnibal.integrations.rearranging_loader import RearrangingLoader, counted_costs
 from omnibal.integrations.row_lengths import refuse_long_rows
 from omnibal.integrations.target_rows import base_of
-from omnibal.integrations.trainer_hooks import (
-    RecipeCallback,
-    add_recipe,
-    check_model,
-    data_seed,
-    layout_of,
-    recompute_of,
-    replicas_of,
-    worker_options,
-)
+from omnibal.integrations.trainer_hooks import RecipeCallback, add_recipe, check_model, worker_options
+from omnibal.integrations.trainer_settings import batch_size_of, data_seed, layout_of, recompute_of, replicas_of
 from omnibal.integrations.trainer_streams import PlacedBatches, Stream, as_it_is, keep_place
 
 
@@ -113,7 +105,7 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
     vars(trainer)["get_train_dataloader"] = batches_of_epochs
     trainer.loss_is_scaled_for_ga = True  # over all target tokens of the step
     made_from = {
-        "samples_a_draw": trainer.args.per_device_train_batch_size,
+        "samples_a_draw": batch_size_of(trainer, num_ranks),
         "num_replicas": num_ranks,
         "gradient_accumulation_steps": micro_batches,
         "padded": padded,
@@ -125,7 +117,7 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
 
 
 def _source(trainer: Trainer, rank: int, num_ranks: int) -> Stream | DatasetDraws:
-    args, dataset, size = trainer.args, trainer.train_dataset, trainer.args.per_device_train_batch_size
+    args, dataset, size = trainer.args, trainer.train_dataset, batch_size_of(trainer, num_ranks)
     options = worker_options(args)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         return Stream(dataset, size, rank, num_ranks, options)

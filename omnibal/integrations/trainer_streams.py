@@ -24,16 +24,8 @@ from omnibal.integrations.packing import PackCollator, arguments_of, positions_o
 from omnibal.integrations.proving import two_texts
 from omnibal.integrations.row_lengths import refuse_long_rows
 from omnibal.integrations.streams import StreamLoader
-from omnibal.integrations.trainer_hooks import (
-    PacksCallback,
-    add_recipe,
-    check_model,
-    data_seed,
-    layout_of,
-    recompute_of,
-    replicas_of,
-    worker_options,
-)
+from omnibal.integrations.trainer_hooks import PacksCallback, add_recipe, check_model, worker_options
+from omnibal.integrations.trainer_settings import data_seed, layout_of, recompute_of, replicas_of
 from omnibal.integrations.trainer_steps import Costs
 from omnibal.profile.records import ModelProfile
 from omnibal.ranks import gather, place, run_on_all_ranks

@@ -41,18 +41,21 @@ from omnibal.integrations.trainer_hooks import (
     PacksCallback,
     add_recipe,
     check_model,
-    data_seed,
-    layout_of,
     memory_of,
-    recompute_of,
     refuse_missing_kinds,
-    refuse_settings,
-    replicas_of,
-    set_micro_batches,
     wants_all_gradients,
     worker_options,
 )
 from omnibal.integrations.trainer_rearranging import rearrange_samples
+from omnibal.integrations.trainer_settings import (
+    batch_size_of,
+    data_seed,
+    layout_of,
+    recompute_of,
+    refuse_settings,
+    replicas_of,
+    set_micro_batches,
+)
 from omnibal.integrations.trainer_steps import AskedSteps, Costs, compare, counted_profile, describe, fit_step
 from omnibal.integrations.trainer_streams import pack_stream
 from omnibal.profile.records import ModelProfile
@@ -128,7 +131,8 @@ def balance(
             "balance_stream(trainer, limits) takes streams"
         )
     rank, num_replicas = replicas_of(trainer)
-    batch = args.per_device_train_batch_size * num_replicas
+    batch_size = batch_size_of(trainer, num_replicas)
+    batch = batch_size * num_replicas
     asked = args.gradient_accumulation_steps * batch
     if samples_per_step is not None:
         asked = integer("samples_per_step", samples_per_step, num_replicas)
@@ -147,7 +151,7 @@ def balance(
     size = fit_step(
         typical_lengths(lengths, mixture),
         asked,
-        batch_size=args.per_device_train_batch_size,
+        batch_size=batch_size,
         num_replicas=num_replicas,
         most=limits,
         padded=padded,
@@ -176,7 +180,7 @@ def balance(
     loss.install()
     # Batches of the samples asked for are what packs are compared with.
     batches = max(round(asked / batch), 1)
-    asked_steps = AskedSteps(asked, args.per_device_train_batch_size, batches, args.num_train_epochs, args.max_steps)
+    asked_steps = AskedSteps(asked, batch_size, batches, args.num_train_epochs, args.max_steps)
     if trainer.is_world_process_zero():
         device = None if counted is None else counted.device
         described = describe(

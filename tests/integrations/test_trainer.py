@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from copy import deepcopy
+from dataclasses import fields
 from functools import partial
 from itertools import combinations_with_replacement, product
 from types import SimpleNamespace
@@ -21,8 +22,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback
+from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
@@ -30,13 +32,8 @@ from omnibal.data.packs import Packs
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.loops import balanced_loader
 from omnibal.integrations.losses import StepLoss, loss_per_target, works_on_targets
-from omnibal.integrations.trainer_hooks import (
-    memory_of,
-    recompute_of,
-    refuse_settings,
-    replicas_of,
-    wants_all_gradients,
-)
+from omnibal.integrations.trainer_hooks import memory_of, wants_all_gradients
+from omnibal.integrations.trainer_settings import SETTINGS, batch_size_of, recompute_of, refuse_settings, replicas_of
 from omnibal.integrations.trainer_steps import counted_profile
 from omnibal.integrations.transformers import balance, rearrange
 from omnibal.processes import ENDS
@@ -299,6 +296,7 @@ def train_others(folder):
         check_mixture(Case("internvl"), folder / "mixture")
         for family in ("qwen2_5_vl", "internvl", "qwen2_audio"):
             check_held_out(family, folder / f"held-out-{family}")
+        check_split_batches(folder / "split")
         check_unlike_data(folder / "unlike")
         check_texts_alone(folder / "texts")
     return True
@@ -744,6 +742,36 @@ def test_evaluation_keeps_its_batches(tmp_path):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_every_setting_has_a_rule():
+    config = ["accelerator_config." + field.name for field in fields(AcceleratorConfig)]
+    of_trl = {"packing", "padding_free"}
+    assert {field.name for field in fields(TrainingArguments)} | {*config} | of_trl == SETTINGS.keys()
+
+
+def test_a_batch_that_ranks_split_is_one_of_all_ranks():
+    def trainer(size, splits):
+        arguments = SimpleNamespace(per_device_train_batch_size=size)
+        return SimpleNamespace(args=arguments, accelerator=SimpleNamespace(split_batches=splits))
+
+    assert (batch_size_of(trainer(8, True), 2), batch_size_of(trainer(8, False), 2)) == (4, 8)
+    with pytest.raises(ConfigError, match="per_device_train_batch_size must be a multiple of the 2 data-parallel ra"):
+        batch_size_of(trainer(7, True), 2)
+
+
+def check_split_batches(folder):
+    """Steps hold what plain Trainer's hold, where ranks split a batch and where Accelerate counts micro-batches."""
+    for config, options, steps in (
+        ({"split_batches": True}, {"gradient_accumulation_steps": 2}, 3),
+        ({"gradient_accumulation_kwargs": {"num_steps": 3}}, {"gradient_accumulation_steps": 1}, 1),
+        ({"even_batches": False, "use_seedable_sampler": False}, {"gradient_accumulation_steps": 1}, 3),
+    ):
+        trainer = trainer_of(
+            "internvl", folder, per_device_train_batch_size=2, accelerator_config=config, data_seed=7, **options
+        )
+        sampler = balance(trainer)
+        assert (sampler.num_steps, sampler.state_dict(0)["made_from"]["seed"]) == (steps, 7)
+
+
 def own(method):
     """A kind of Trainer with a method of its own."""
     return type("Own", (Trainer,), {method: lambda *_: None})
@@ -768,6 +796,14 @@ def with_video(items):
         ({"remove_unused_columns": True}, {}, ConfigError, "remove_unused_columns must be False"),
         ({"label_smoothing_factor": 0.1}, {}, ConfigError, r"label_smoothing_factor must be 0.0 .* got 0.1"),
         ({"auto_find_batch_size": True}, {}, ConfigError, "auto_find_batch_size must be False"),
+        ({"dataloader_drop_last": True}, {}, ConfigError, "dataloader_drop_last must be False .* each sample is train"),
+        (WORKERS | {"dataloader_in_order": False}, {}, ConfigError, "dataloader_in_order must be True .* got False"),
+        (
+            {"accelerator_config": {"dispatch_batches": True}},
+            {},
+            ConfigError,
+            "accelerator_config.dispatch_batches must be None .* got True; each rank reads its own packs",
+        ),
         *[
             ({}, {f"get_{short}_size": lambda: 2}, ConfigError, rf"{name}-parallel ranks must be 1 .* got 2; .*\(mesh=")
             for short, name in (("cp", "context"), ("sp", "sequence"))
