@@ -209,6 +209,11 @@ def _settings(now: Estimate) -> _Search:
     return search
 
 
+def settled(now: Estimate) -> Estimate:
+    """The estimate with all settings of a trainer that bring something, without packs of ours."""
+    return _settings(now).current
+
+
 def _packs(now: Estimate, settled: Estimate) -> _Search:
     """What packs of ours bring on top of settings; the search ends in the settings alone where it is nothing."""
     scenario, search = settled.scenario, _Search(settled)

@@ -53,6 +53,17 @@ class Recipe:
     def batch_text(self) -> str:
         return f"batches of {self.batch}, {self.micro_batches} a rank and step"
 
+    @property
+    def text(self) -> str:
+        """The recipe in words."""
+        batches = {
+            "random": f"batches of {self.batch}", "group_by_length": f"batches of {self.batch} by length",
+            "batch_rebalance": f"batches of {self.batch} on average, rebalanced",
+            "flattened": f"flattened batches of {self.batch}", "packed": "random packs", "even": "even packs",
+        }[self.batching]  # fmt: skip
+        again = "recomputing" if self.recompute != "none" else "nothing recomputed"
+        return f"{self.sharding}, {batches}, {self.micro_batches} a rank and step, {again}"
+
 
 @dataclass(frozen=True, eq=False)
 class Scenario:
@@ -155,6 +166,11 @@ class Estimate:
     def sample_seconds(self) -> FloatArray:
         seconds: FloatArray = self.spent.sum(axis=1)
         return seconds
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of all ranks."""
+        return self.scenario.cluster.num_devices / float(self.sample_seconds.mean())
 
     @property
     def shares(self) -> dict[str, float]:

@@ -106,6 +106,13 @@ HOSTS: Final[dict[Host, HostSyntax]] = {
         batchings={"group_by_length": "the sampler transformers.trainer_pt_utils.LengthGroupedSampler"},
     ),
 }
+
+
+def offered_by(host: Host, *, has_targets: bool) -> tuple[Batching | Literal["head"], ...]:
+    """What a host has by one setting or call: ways to batch, and a head on target rows if lengths tell them."""
+    return (*(("head",) if host == "transformers" and has_targets else ()), *HOSTS[host].batchings)
+
+
 TARGET_ROWS: Final = (
     "from omnibal.integrations.target_rows import target_rows",
     "target_rows(model)  # before the trainer",

@@ -6,15 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
-from omnibal.advise.batches import Batching
 from omnibal.advise.changes import Advice, advise
 from omnibal.advise.estimate import Recipe, Scenario
 from omnibal.advise.fitting import check_weighable
 from omnibal.advise.measuring import MeasuredLengths, measure
 from omnibal.advise.models import Model, adapted_profile, read_model
-from omnibal.advise.paste import HOSTS
+from omnibal.advise.paste import offered_by
 from omnibal.advise.present import Present
 from omnibal.cluster import Cluster
 from omnibal.data.limits import MOST, PackLimits
@@ -183,9 +182,9 @@ class Question:
         knows_targets = lengths.target_tokens is not None and not present.fused_loss
         spares_rows = present.host != "deepspeed" and knows_targets
         host = present.host or "transformers"
-        offered: tuple[Batching | Literal["head"], ...] = ("head",) if host == "transformers" and spares_rows else ()
-        if not self.measured.is_stream:  # samplers have no say over a stream
-            offered += tuple(HOSTS[host].batchings)
+        offered = offered_by(host, has_targets=spares_rows)
+        if self.measured.is_stream:  # samplers have no say over a stream
+            offered = tuple(each for each in offered if each == "head")
         adapted = None
         counted = self.costs or _counted(self.model, device, present)
         if self.costs is None and not present.lora:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.table import Table
 
-from omnibal.cli.planning import present_plan, real_packs
+from omnibal.advise.gains import Way, gain_over
+from omnibal.cli.planning import STEPS, cheapest_way, present_plan, real_packs
 from omnibal.data.limits import largest_load
 from omnibal.errors import ConfigError, bytes_in_words
 from omnibal.families.base import trained_in_words, vision_unit_of
@@ -27,8 +28,6 @@ from omnibal.workspace import Workspace
 if TYPE_CHECKING:
     from omnibal.trials import Trial  # needs torch
 
-STEPS: Final = 32  # steps of an epoch that the present configuration and the plan are compared on
-
 
 @dataclass(frozen=True)
 class GainOverPresent:
@@ -37,6 +36,7 @@ class GainOverPresent:
     # From the present configuration to the plan, one change after the other; empty if none is known that can train.
     variants: tuple[Variant, ...] = ()
     problem: str = ""  # why there are no variants, or what the present configuration lacks
+    cheapest: Way | None = None  # what a trainer's settings alone bring; None without a ds_config
 
     @classmethod
     def of(cls, workspace: Workspace, plan: Plan) -> GainOverPresent:
@@ -46,7 +46,7 @@ class GainOverPresent:
         try:
             present = present_plan(workspace)
         except ConfigError as error:
-            return cls(problem=str(error))
+            return cls(problem=str(error), cheapest=_cheapest(workspace, plan))
         # Each variant makes one more change than the one before it. Packs of the plan's limits come with micro-batches
         # that keep the plan's packs per step on the present number of replicas.
         replicas = present.layout.num_replicas
@@ -63,7 +63,8 @@ class GainOverPresent:
             packing = real_packs(workspace, variant, steps=STEPS)
             variants.append(Variant(name, workspace.profile, variant, packing.steps, packing.samples_per_step))
         memory = present.memory(workspace.profile, largest_load(workspace.lengths, present.limits))
-        return cls(tuple(variants), _overflow(memory, present.known_cluster.stage_memory_bytes(present.layout)))
+        problem = _overflow(memory, present.known_cluster.stage_memory_bytes(present.layout))
+        return cls(tuple(variants), problem, _cheapest(workspace, plan))
 
     @property
     def ratio(self) -> float | None:
@@ -83,17 +84,28 @@ class GainOverPresent:
         present = self.variants[0].samples_per_second if self.variants else None
         return {
             "present_samples_per_second": present, "gain": self.ratio, "reasons": self.reasons, "problem": self.problem,
+            "settings_samples_per_second": self.cheapest and self.cheapest.samples_per_second,
         }  # fmt: skip
 
-    def lines(self) -> list[str]:
-        """The report as lines of text, for a terminal."""
+    def lines(self, samples_per_second: float) -> list[str]:
+        """The report as lines of text, of a plan that is predicted to train so many samples a second."""
+        cheapest = [] if self.cheapest is None else [self.cheapest]
         if not self.variants:
-            return [f"the present configuration cannot train here: {self.problem}"] if self.problem else []
-        present, ratio = self.variants[0], self.ratio
-        lacks = f", which {self.problem}" if self.problem else ""
+            if not self.problem:
+                return []
+            gain = gain_over(samples_per_second, cheapest)
+            return [f"gain: {gain}; the present configuration cannot train here: {self.problem}"]
+        present = self.variants[0]
+        name = "the present configuration" + (f", which {self.problem}" if self.problem else "")
+        today = Way(name, present.samples_per_second)
         why = ", ".join(f"{name} {factor:.2f}" for name, factor in self.reasons.items())
-        rate = f"{present.samples_per_second:,.1f} samples/s"
-        return [f"gain: {ratio:.2f} times the {rate} of the present configuration{lacks}", f"why: {why} times"]
+        gain = gain_over(self.variants[-1].samples_per_second, [today, *cheapest])
+        return [f"gain: {gain}", f"why: {why} times"]
+
+
+def _cheapest(workspace: Workspace, plan: Plan) -> Way:
+    assert plan.predicted is not None, "a made plan is predicted"
+    return cheapest_way(workspace, plan.known_cluster, plan.predicted.samples_per_step)
 
 
 def _overflow(memory: Sequence[StageMemory], budgets: Sequence[int]) -> str:
@@ -147,7 +159,7 @@ class PlanReport:
             f"parameters trained: {trained_in_words(self.result.choice.model.whole.trained)}",
             f"predicted: step {duration(predicted.step_seconds)} of {predicted.samples_per_step:,.0f} samples, "
             f"{rate:,.1f} samples/s, bubble {predicted.bubble_ratio:.1%}",
-            *self.gain.lines(),
+            *self.gain.lines(rate),
             *([self._bound()] if explain or not self.gain.variants else ()),
             *([_trials_table(self.trials)] if self.trials else ()),
             *(f"{trial['name']}: {trial['outcome']}" for trial in self.trials),

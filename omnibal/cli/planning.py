@@ -4,7 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from omnibal.config import layout_of, resolve_plan
+from omnibal.advise.estimate import Scenario
+from omnibal.advise.gains import TRAINER, Way, settings_alone
+from omnibal.advise.paste import offered_by
+from omnibal.cluster import Cluster
+from omnibal.config import dtype_of, layout_of, resolve_plan
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.limits import PackLimits, choose_limits
 from omnibal.errors import ConfigError
@@ -13,6 +17,8 @@ from omnibal.pipeline.partition import cut_parts
 from omnibal.plan import Plan
 from omnibal.planner import PlanRequest, PlanResult, make_plan
 from omnibal.planner.packings import Packing, spread_steps
+from omnibal.planner.prediction import Variant
+from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LayerCost, every_layer
 from omnibal.workspace import Workspace
 
@@ -21,6 +27,7 @@ from omnibal.workspace import Workspace
 LLM_TOKENS: Final = 4096
 IMAGE_TOKENS: Final = 9 * 256
 MICRO_BATCHES_PER_STAGE: Final = 4  # where nothing is said: the bubble is then a fifth at most
+STEPS: Final = 32  # steps of an epoch that the present configuration and the plan are compared on
 MEDIAN_OF: Final = 32  # steps, spread over an epoch, of which the median one is taken
 
 
@@ -155,3 +162,47 @@ def usual_limits(layers: Sequence[LayerCost | LayerRecord]) -> tuple[int, int]:
         if "units_per_token" in layer.sizes:
             return IMAGE_TOKENS * layer.sizes["units_per_token"], LLM_TOKENS
     return IMAGE_TOKENS // 256, LLM_TOKENS
+
+
+def counts_layers(workspace: Workspace) -> bool:
+    """Whether layers' costs are counted, so that they can be counted for other numbers of tensor ranks, too."""
+    return not workspace.profile.versions and workspace.files is not None and workspace.section.model.path is not None
+
+
+def scenario_of(workspace: Workspace, cluster: Cluster, samples_per_step: int) -> Scenario:
+    """Model and data where every device has whole layers and batches of its own.
+
+    Raises:
+        ConfigError: The profile has no head whose vocabulary is known, or was measured with tensor ranks.
+    """
+    profile, lengths = workspace.profile, workspace.lengths
+    if not any(layer.kind == "head" and "vocab" in layer.sizes for layer in profile.layers):
+        raise ConfigError("profile must have a head of a known vocabulary for --layout, got none; make it again")
+    if counts_layers(workspace) and workspace.num_tensor > 1:
+        frozen, dtype = workspace.section.model.frozen, dtype_of(workspace.config)
+        profile = analytic_profile(workspace.records, cluster.device, dtype=dtype, frozen=frozen)
+    profile.check_matches(tensor_parallel=1)
+    return Scenario(
+        lengths, profile, cluster, samples_per_step, spares_rows=lengths.target_tokens is not None,
+        offered=offered_by("transformers", has_targets=lengths.target_tokens is not None),
+    )  # fmt: skip
+
+
+def present_rate(workspace: Workspace) -> float | None:
+    """Samples a second of the present configuration; None if there is none that can train."""
+    if workspace.files is None:
+        return None
+    try:
+        present = present_plan(workspace)
+    except ConfigError:
+        return None
+    packing = real_packs(workspace, present, steps=STEPS)
+    return Variant("present", workspace.profile, present, packing.steps, packing.samples_per_step).samples_per_second
+
+
+def cheapest_way(workspace: Workspace, cluster: Cluster, samples_per_step: float) -> Way:
+    """What a plan competes with: ZeRO with a trainer's own settings, for as many samples a step."""
+    try:
+        return settings_alone(scenario_of(workspace, cluster, max(round(samples_per_step), cluster.num_devices)))
+    except ConfigError as error:  # what only reports never ends a run
+        return Way(TRAINER, lacks=f"is not estimated: {error}")

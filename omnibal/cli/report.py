@@ -5,15 +5,18 @@ from typing import Annotated
 
 import typer
 
+from omnibal.advise.gains import Way
 from omnibal.cli.opening import expect, open_workspace
 from omnibal.cli.options import ClusterOption, JsonOption, LengthsOption, ProfileOption, answer, check_file, say
-from omnibal.cli.planning import plan_of
+from omnibal.cli.planning import cheapest_way, plan_of, present_rate
 from omnibal.config import RunFiles
 from omnibal.data.limits import largest_load
 from omnibal.errors import ConfigError, require
-from omnibal.planner.prediction import variants_up_to
+from omnibal.plan import Plan
+from omnibal.planner.prediction import Variant, variants_up_to
 from omnibal.report.page import PlanPart, write_page
 from omnibal.report.training import Metrics, read_metrics
+from omnibal.workspace import Workspace
 
 
 def report(
@@ -25,7 +28,7 @@ def report(
         typer.Option(help="File of the page; by default report.html in the ds_config's run.output, or here."),
     ] = None,
     batch_size: Annotated[
-        int, typer.Option(help="Samples in a padded micro-batch of today's, which the plan is compared with.", min=1)
+        int, typer.Option(help="Samples in each of the random, padded batches that the page begins with.", min=1)
     ] = 4,
     steps: Annotated[int, typer.Option(help="Steps of real packs to simulate, spread over an epoch.", min=1)] = 64,
     profile: ProfileOption = None,
@@ -35,8 +38,9 @@ def report(
 ) -> None:
     """Write one page that shows what a plan changes and what a run did.
 
-    It opens with how uneven your data makes the work as you batch today, and
-    goes on with data, partition, memory, timeline, predicted gain, and the
+    It opens with the gain over what the ds_config trains with now and over a
+    trainer's own settings, and with how uneven your data makes random batches;
+    it goes on with data, partition, memory, timeline, predicted gain, and the
     figures of a run. Pictures are in the file: send it to anyone.
 
     Example: omnibal report ds_configs/mine.json
@@ -54,7 +58,7 @@ def report(
         if workspace.named_plan is not None or workspace.known_cluster is not None or files.plan.is_file():
             plan, found = plan_of(workspace), workspace.lengths
             variants = variants_up_to(plan, workspace.profile, found, batch_size=batch_size, steps=steps)
-            part = PlanPart(variants, largest_load(found, plan.limits))
+            part = PlanPart(variants, _others(workspace, plan, variants[-1]), largest_load(found, plan.limits))
         elif files.metrics.is_file():
             say("what a plan changes is left out: nothing says which cluster; --cluster 8xA100-80GB does")
         else:
@@ -65,7 +69,15 @@ def report(
     check_file("--out", out)
     write_page(out, plan=part, run=metrics)
     rates = {} if part is None else {variant.name: variant.samples_per_second for variant in part.variants}
-    answer({"written": out, "samples_per_second": rates}, f"written: {out}", as_json=as_json)
+    others = {} if part is None else {way.name: way.samples_per_second for way in part.others}
+    answer({"written": out, "samples_per_second": rates, "others": others}, f"written: {out}", as_json=as_json)
+
+
+def _others(workspace: Workspace, plan: Plan, last: Variant) -> tuple[Way, ...]:
+    """What the ds_config trains with, unless that is the plan, and the cheapest alternative."""
+    cheapest = cheapest_way(workspace, plan.known_cluster, last.samples_per_step)
+    present = present_rate(workspace) if workspace.followed_plan is None else None
+    return (cheapest,) if present is None else (Way("the present configuration", present), cheapest)
 
 
 def _read_run(files: RunFiles, *, is_needed: bool) -> Metrics | None:

@@ -12,12 +12,10 @@ from omnibal.advise.fitting import check_weighable
 from omnibal.advise.layouts import KINDS, Kind, WeighedLayout, weigh_layouts
 from omnibal.advise.paste import STAGES, propose
 from omnibal.advise.question import MEASURED
-from omnibal.cli.plan_report import STEPS
-from omnibal.cli.planning import present_plan, real_packs
+from omnibal.cli.planning import counts_layers, present_rate, scenario_of
 from omnibal.config import dtype_of
 from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.planner import PlanRequest
-from omnibal.planner.prediction import Variant
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
 from omnibal.report.layouts import LayoutReport
@@ -43,10 +41,8 @@ class WeighedLayouts:
     def of(cls, workspace: Workspace, request: PlanRequest, choice: LayoutChoice) -> WeighedLayouts:
         """Weigh the kinds that a choice names on the workspace's samples."""
         check_weighable(request.cluster, request.global_batch)
-        profile, lengths, section = workspace.profile, workspace.lengths, workspace.section
-        if not any(layer.kind == "head" and "vocab" in layer.sizes for layer in profile.layers):
-            raise ConfigError("profile must have a head of a known vocabulary for --layout, got none; make it again")
-        is_counted = not profile.versions and workspace.files is not None and section.model.path is not None
+        section = workspace.section
+        is_counted = counts_layers(workspace)
 
         def profiles(encoder: int, language: int) -> ModelProfile:
             # A plan is asked for, and the engine runs no others.
@@ -59,17 +55,12 @@ class WeighedLayouts:
                 frozen=section.model.frozen, tensor_parallel={"vision": encoder, "language": language},
             )  # fmt: skip
 
-        if is_counted and workspace.num_tensor > 1:
-            profile = profiles(1, 1)
-        profile.check_matches(tensor_parallel=1)
-        scenario = Scenario(
-            lengths, profile, request.cluster, request.global_batch, spares_rows=lengths.target_tokens is not None
-        )
+        scenario = scenario_of(workspace, request.cluster, request.global_batch)
         with workspace.working("weighing layouts") as said:
             answer = weigh_layouts(
                 scenario, profiles, kinds=WEIGHED[choice], num_stages=request.num_stages, report=said
             )
-        report = LayoutReport(answer, scenario, _present_rate(workspace))
+        report = LayoutReport(answer, scenario, present_rate(workspace))
         if answer.winner is None:
             raise InfeasibleError(f"a layout must fit {request.cluster}, got none; {'; '.join(report.lines()[1:])}")
         return cls(workspace, scenario, report)
@@ -136,15 +127,3 @@ def _degree(found: WeighedLayout) -> int | None:
     """Tensor ranks of a layout that `omnibal plan` can plan; None of others."""
     is_planned = found.kind in PLANNED and found.runs_today
     return found.plan.layout.num_tensor if is_planned and found.plan is not None else None
-
-
-def _present_rate(workspace: Workspace) -> float | None:
-    """Samples a second of the present configuration; None where there is none that can train."""
-    if workspace.files is None:
-        return None
-    try:
-        present = present_plan(workspace)
-    except ConfigError:
-        return None
-    packing = real_packs(workspace, present, steps=STEPS)
-    return Variant("present", workspace.profile, present, packing.steps, packing.samples_per_step).samples_per_second

@@ -1,10 +1,11 @@
-"""What a plan will be like, and what it gains over present batching, one idea after the other."""
+"""What a plan will be like, and what it gains over random batches, one idea after the other."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
+from typing import Final
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from omnibal.pipeline.units import UnitSimulation
 from omnibal.plan import Plan, Prediction, StagePrediction
 from omnibal.planner.packings import Packing, StepLoads, spread_steps
 from omnibal.profile.records import LEVELS, ModelProfile, every_layer
+
+RANDOM: Final = "random batches"
+"""The name of the first variant."""
 
 
 def predict(profile: ModelProfile, plan: Plan, packing: Packing) -> Prediction:
@@ -108,7 +112,7 @@ class Variant:
 def variants_up_to(
     plan: Plan, profile: ModelProfile, lengths: SampleLengths, *, batch_size: int, steps: int, seed: int = 0
 ) -> tuple[Variant, ...]:
-    """From present batching to the plan: nothing balanced, then data, model, memory, and a schedule other than 1F1B.
+    """From random batches to the plan: nothing balanced, then data, model, memory, and a schedule other than 1F1B.
 
     The first variant trains on random padded micro-batches of ``batch_size`` samples, with about as many samples a step
     as the plan, cut by parameters and with every layer recomputed.
@@ -125,12 +129,12 @@ def variants_up_to(
     unsplit = replace(plan, schedule="1f1b", predicted=None)
     cut = replace(unsplit, partition=cut_parts(profile.layers, trained, plan.layout), recompute=full)
     before: StepLoads = tuple(tuple(step) for step in padded)
-    today = Variant(
-        "as today", profile, replace(cut, micro_batches=micro_batches), before,
+    random = Variant(
+        RANDOM, profile, replace(cut, micro_batches=micro_batches), before,
         float(num_replicas * micro_batches * batch_size),
     )  # fmt: skip
     plans = {"+ data": cut, "+ model": replace(unsplit, recompute=full), "+ memory": unsplit}
     if plan.schedule != "1f1b":
         plans["+ schedule"] = plan
     balanced = [Variant(name, profile, found, packed.steps, packed.samples_per_step) for name, found in plans.items()]
-    return (today, *balanced)
+    return (random, *balanced)

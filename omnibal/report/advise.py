@@ -84,7 +84,7 @@ class Report:
         """What is the case, and what would bring how much."""
         advice, today, asked = self.advice, self.advice.today, self.question
         found = [
-            f"{asked.model.name}{self._trained()} on {asked.cluster}: {_recipe(today)}, "
+            f"{asked.model.name}{self._trained()} on {asked.cluster}: {today.recipe.text}, "
             f"{today.samples_per_step:,.0f} samples a step",
             f"data: {asked.measured.said}{self._few()}",
         ]
@@ -229,17 +229,6 @@ class Report:
             f"asks for; ranks wait {ahead.vision:.1%} by {self.question.model.units}, {ahead.cost:.1%} by cost "
             f"(Dist Ratio); a plan of all these samples {whole.over:.1%}, {whole.vision:.1%} and {whole.cost:.1%}"
         )
-
-
-def _recipe(estimate: Estimate) -> str:
-    recipe = estimate.recipe
-    batches = {
-        "random": f"batches of {recipe.batch}", "group_by_length": f"batches of {recipe.batch} by length",
-        "batch_rebalance": f"batches of {recipe.batch} on average, rebalanced",
-        "flattened": f"flattened batches of {recipe.batch}", "packed": "random packs", "even": "even packs",
-    }[recipe.batching]  # fmt: skip
-    again = "recomputing" if recipe.recompute != "none" else "nothing recomputed"
-    return f"{recipe.sharding}, {batches}, {recipe.micro_batches} a rank and step, {again}"
 
 
 def _figures(estimate: Estimate) -> dict[str, Any]:

@@ -12,12 +12,13 @@ from typing import Final
 
 import numpy as np
 
+from omnibal.advise.gains import Way, gain_over
 from omnibal.cost import FloatArray, Load
 from omnibal.data.metrics import dist_ratio
 from omnibal.families.base import vision_unit_of
 from omnibal.memory.footprint import StageMemory
 from omnibal.plan import Plan
-from omnibal.planner.prediction import Variant
+from omnibal.planner.prediction import RANDOM, Variant
 from omnibal.profile.records import ModelProfile, every_layer
 from omnibal.report.packing import Arranged, plot_rank_loads
 from omnibal.report.stages import plot_memory, plot_timeline, stage_layers
@@ -90,7 +91,9 @@ class PlanPart:
     """What the page says of a plan."""
 
     variants: tuple[Variant, ...]
-    """From present batching to the plan."""
+    """From random batches to the plan."""
+    others: tuple[Way, ...]
+    """What is done today, if that is not the plan, and the cheapest alternative."""
     largest: Load
     """A micro-batch that none within the plan's limits exceeds."""
 
@@ -131,11 +134,10 @@ def write_page(path: Path, *, plan: PlanPart | None, run: Metrics | None) -> Non
 def _lead(plan: PlanPart | None, run: Metrics | None) -> str:
     parts = []
     if plan is not None:
-        first, last = plan.variants[0], plan.variants[-1]
+        last = plan.variants[-1]
         parts.append(
-            f"{last.samples_per_second / first.samples_per_second:.2f} times the throughput of present batching is "
-            f"predicted: {first.samples_per_second:,.1f} → {last.samples_per_second:,.1f} samples/s on "
-            f"{plan.plan.layout} of {plan.plan.known_cluster}."
+            f"{last.samples_per_second:,.1f} samples/s are predicted on {plan.plan.layout} of "
+            f"{plan.plan.known_cluster}: {gain_over(last.samples_per_second, plan.others)}."
         )
     if run is not None:
         parts.append(f"{len(run.steps):,} steps were measured on {run.devices}.")
@@ -150,7 +152,7 @@ def _imbalance(part: PlanPart, folder: Path) -> str:
     first, last = part.variants[0], part.variants[-1]
     variants = {
         title: Imbalance.of(variant.profile, variant.load, variant.plan)
-        for title, variant in (("as today", first), ("with the plan", last))
+        for title, variant in ((first.name, first), ("with the plan", last))
     }
     plot_imbalance(variants, folder / "imbalance.png")
     rows = [(f"{title}, {where}", *cells) for title, entry in variants.items() for where, *cells in entry.rows()]
@@ -172,9 +174,9 @@ def _imbalance(part: PlanPart, folder: Path) -> str:
 
 def _data(part: PlanPart, folder: Path) -> str:
     first, last = part.variants[0], part.variants[-1]
-    rows = [_data_row("as today", first), _data_row("with the plan", last)]
+    rows = [_data_row(first.name, first), _data_row("with the plan", last)]
     unit, limits, has_ranks = vision_unit_of(last.profile.layers), part.plan.limits, part.plan.layout.num_replicas > 1
-    plot_rank_loads({"as today": _arranged(first), "with the plan": _arranged(last)}, folder / "ranks.png", unit)
+    plot_rank_loads({first.name: _arranged(first), "with the plan": _arranged(last)}, folder / "ranks.png", unit)
     names: tuple[str, ...] = ("", "samples in a micro-batch", unit, "LLM tokens", "Dist Ratio, ViT", "Dist Ratio, LLM")
     if not has_ranks:  # nobody waits
         names, rows = names[:4], [row[:4] for row in rows]
@@ -240,7 +242,7 @@ def _stage_row(part: PlanPart, stage: int) -> tuple[str, ...]:
 
 def _timeline(part: PlanPart, folder: Path) -> str:
     panels = {}
-    for title, variant in (("as today", part.variants[0]), ("with the plan", part.variants[-1])):
+    for title, variant in ((RANDOM, part.variants[0]), ("with the plan", part.variants[-1])):
         step = variant.simulated[0]
         panels[f"{title}, slowest replica"] = step.replicas[step.slowest_replica]
     plot_timeline(panels, folder / "timeline.png")
@@ -264,7 +266,9 @@ def _gain(part: PlanPart) -> str:
             f"Simulated on real packs, for {first.plan.known_cluster}. `omnibal emulate` runs the plan on DeepSpeed's "
             "engine without an accelerator; `omnibal plan --trials` measures it on yours."
         ),
-        html_table(("", "step, ms", "samples a step", "samples/s", "idle", "gain"), rows, marked=len(rows) - 1),
+        html_table(
+            ("", "step, ms", "samples a step", "samples/s", "idle", "of random batches"), rows, marked=len(rows) - 1
+        ),
     )
 
 

@@ -264,7 +264,12 @@ def test_a_ds_config_needs_nothing_more(omnibal, ds_config, tmp_path, recompute)
     assert product == pytest.approx(record["gain"]) and record["gain"] > 1
     assert record["problem"] == ""
     text = " ".join(omnibal("plan", config).stdout.split())
-    assert f"gain: {record['gain']:.2f} times the {present:,.1f} samples/s of the present configuration" in text
+    planned, cheapest = record["gain"] * present, record["settings_samples_per_second"]
+    # Both are counted for the same samples and layers: a pipeline is beside what needs no pipeline.
+    assert (
+        f"gain: {record['gain']:.2f}x the {present:,.1f} samples/s of the present configuration, "
+        f"{planned / cheapest:.2f}x the {cheapest:,.1f} samples/s of ZeRO with a trainer's own settings (zero"
+    ) in text
     for word in ("chosen: ", "cut at 0 ", "predicted: step ", "why: packs ", f"written: {tmp_path}"):
         assert word in text, word
     assert config.read_text() == before
@@ -311,7 +316,9 @@ def test_a_present_configuration_that_cannot_train_is_said(omnibal, refusal, ds_
     assert refusal("plan", deep).startswith("num_stages must divide the 4 devices")
     record = json.loads(omnibal("plan", config, "--samples-per-step", 16, "--json").stdout)
     assert record["gain"] is None and record["problem"].startswith("layers of the partition must be 13")
-    assert "cannot train here: layers" in omnibal("plan", config, "--samples-per-step", 16).stdout
+    lines = omnibal("plan", config, "--samples-per-step", 16).stdout.splitlines()
+    gain = next(line for line in lines if line.startswith("gain: "))
+    assert "samples/s of ZeRO with a trainer's own settings (" in gain and "cannot train here: layers" in gain
 
 
 def test_a_plan_of_another_model_is_made_anew(omnibal, refusal, ds_config, tmp_path):

@@ -50,8 +50,12 @@ def test_a_page_opens_with_the_imbalance_and_holds_its_pictures(omnibal, inputs,
     assert text.count('src="data:image/png;base64,') == 6
     assert not re.search('(src|href)="(?!data:)', text)
     rates = record["samples_per_second"]
-    assert [*rates] == ["as today", "+ data", "+ model", "+ memory"]
-    assert f"{rates['+ memory'] / rates['as today']:.2f} times the throughput" in text
+    assert [*rates] == ["random batches", "+ data", "+ model", "+ memory"]
+    # A profile without a head's vocabulary tells no trainer's memory; random batches are nobody's way of today.
+    lead = text[text.index("<p") :][:1500]
+    assert f"{rates['+ memory']:,.1f} samples/s are predicted" in lead
+    assert "ZeRO with a trainer&#x27;s own settings is not estimated: profile must have a head" in lead
+    assert f"{rates['+ memory'] / rates['random batches']:.2f}x" not in lead
     assert "<td>speed</td><td>20.0 samples/s, 8,000 LLM tokens/s</td>" in text
 
 
@@ -66,10 +70,21 @@ def test_a_run_alone_has_its_measured_part_alone(omnibal, tmp_path):
 @pytest.mark.usefixtures("few_steps")
 def test_a_ds_config_says_where_plan_and_run_are(omnibal, ds_config, monkeypatch, tmp_path):
     write_metrics(tmp_path / "run" / "metrics.jsonl")
-    omnibal("report", ds_config(), "--steps", 2)
+    config = ds_config()
+    record = json.loads(omnibal("report", config, "--steps", 2, "--json").stdout)
     text = (tmp_path / "run" / "report.html").read_text()
     assert "How uneven the work is" in text and "29 steps were measured" in text
     assert (tmp_path / "run" / "plan.json").is_file()
+    planned = json.loads(omnibal("plan", config, "--json").stdout)
+    name, (today, own) = "the present configuration", record["others"].items()
+    # What is done today is what `omnibal plan` compares with, not random batches that nobody asked for.
+    assert own[1] is not None and today == (name, pytest.approx(planned["present_samples_per_second"]))
+    fastest = [*record["samples_per_second"].values()][-1]
+    for way, rate in (today, own):
+        assert f"{fastest / rate:.2f}x the {rate:,.1f} samples/s of {way}".replace("'", "&#x27;") in text
+    omnibal("plan", config, "--write")
+    followed = json.loads(omnibal("report", config, "--steps", 2, "--json").stdout)["others"]
+    assert name not in followed and len(followed) == 1  # training follows the plan: it is no gain over itself
     monkeypatch.setattr(workspace, "devices_at_hand", lambda: None)
     path = ds_config(cluster=None, run={"output": str(tmp_path / "trained")})
     write_metrics(tmp_path / "trained" / "metrics.jsonl")

@@ -51,7 +51,7 @@ def test_another_schedule_is_a_variant_of_its_own(costs, variants):
 
 def test_one_thing_changes_at_a_time(costs, variants):
     before, data, model, memory = variants
-    assert [variant.name for variant in variants] == ["as today", "+ data", "+ model", "+ memory"]
+    assert [variant.name for variant in variants] == ["random batches", "+ data", "+ model", "+ memory"]
     assert before.plan.partition == data.plan.partition == Partition((0, 3, 4))
     assert before.plan.recompute == data.plan.recompute == model.plan.recompute == ("full",) * 4
     assert data.steps == model.steps == memory.steps
