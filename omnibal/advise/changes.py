@@ -30,6 +30,8 @@ LEAST_FILL: Final = 0.75
 ALIKE: Final = 1.005  # recipes of up to so many times the least seconds are taken to be equally fast
 # Mean tokens of smaller batches: products of fewer rows do not keep a device as busy as counted costs assume.
 LEAST_TOKENS: Final = 1024
+# Share by which a step may differ from today's samples, and times that the size of random packs is scaled to that end.
+SAME_STEP, MOST_SCALED = 0.01, 6
 # What shares less and sends less, and may fit all the same.
 SHARING_LESS: Final[dict[Sharding, Sharding]] = {"fsdp": "zero2", "zero3": "zero2", "zero2": "zero1"}
 PADDED: Final[tuple[Batching, ...]] = ("random", "group_by_length", "batch_rebalance")
@@ -87,6 +89,8 @@ class Advice:
     after: Estimate
     """With all changes that bring something, but for a pipeline; packs of ours are part of it where all that the
     drop-in makes together brings something on top of settings."""
+    over_settings: Speedup | None = None
+    """What packs of ours bring over settings, be it a loss; None if none fit."""
     fitting: tuple[str, ...] = ()
     plan: Plan | None = None
 
@@ -111,6 +115,12 @@ class Advice:
         count = sum(not change.is_setting for change in self.adopted)
         packs = Speedup.of(self.settled, self.after, changes=count) if self.takes_packs else Speedup()
         return packs * self._pipeline
+
+    @property
+    def replaced(self) -> tuple[TriedChange, ...]:
+        """Settings in whose place packs come: a step's samples are brought together once."""
+        names = {name for name, _ in BATCHINGS.values()} | {"batch"}
+        return tuple(change for change in self.adopted if self.takes_packs and change.name in names)
 
     @property
     def whole(self) -> Speedup:
@@ -147,12 +157,12 @@ def advise(scenario: Scenario, today: Recipe, *, with_pipeline: bool = False, mu
     if must_fit and not with_pipeline:
         refuse_impossible(now, helps)
     settings = _settings(now)
-    packs = _packs(now, settings.current)
+    packs, over_settings = _packs(now, settings.current)
     changes = [*(replace(change, is_setting=True) for change in settings.changes), *packs.changes]
     if with_pipeline:
         change, plan = _pipeline(scenario, packs.current)
         changes.append(change)
-    return Advice(now, settings.current, tuple(changes), packs.current, helps, plan)
+    return Advice(now, settings.current, tuple(changes), packs.current, over_settings, helps, plan)
 
 
 class _Search:
@@ -214,8 +224,8 @@ def settled(now: Estimate) -> Estimate:
     return _settings(now).current
 
 
-def _packs(now: Estimate, settled: Estimate) -> _Search:
-    """What packs of ours bring on top of settings; the search ends in the settings alone where it is nothing."""
+def _packs(now: Estimate, settled: Estimate) -> tuple[_Search, Speedup | None]:
+    """What packs of ours bring on top of settings; the search ends in the settings alone if it is nothing."""
     scenario, search = settled.scenario, _Search(settled)
     recipe = replace(settled.recipe, target_rows=settled.recipe.target_rows or scenario.spares_rows, limits=None)
     if now.recipe.micro_batches < recipe.micro_batches:  # smaller batches pad less, smaller packs gain nothing
@@ -237,10 +247,12 @@ def _packs(now: Estimate, settled: Estimate) -> _Search:
         search.offer(_change("limits", f"{packs} of a rank in a step", search.current, larger))
     search.offer(_recompute(search.current))
     search.offer(_sharing_less(search.current))
-    gain = Speedup.of(settled, search.current, changes=sum(change.brings for change in search.changes))
-    if search.current.recipe.batching != "even" or not gain.brings:
+    gain = None
+    if search.current.recipe.batching == "even":
+        gain = Speedup.of(settled, search.current, changes=sum(change.brings for change in search.changes))
+    if gain is None or not gain.brings:
         search.current = settled
-    return search
+    return search, gain
 
 
 def _change(name: str, detail: str, before: Estimate, after: Estimate) -> TriedChange:
@@ -259,17 +271,35 @@ def _batched(current: Estimate, batching: Batching) -> TriedChange:
     scenario, recipe = current.scenario, replace(current.recipe, batching=batching)
     name, detail = BATCHINGS[batching]
     if batching == "packed":
-        recipe = replace(recipe, limits=PackLimits(MOST, scenario.cutoff or MOST))
-        # With as many packs as there were batches a step has other samples, so their number follows.
-        once = scenario.estimate(recipe)
-        count = max(round(recipe.micro_batches * scenario.samples_per_step / once.samples_per_step), 1)
-        recipe = replace(recipe, micro_batches=count)
-        detail = f"{detail} of {scenario.cutoff or MOST:,} tokens, {count} a rank and step"
+        return _random_packs(current, name, detail)
     found = scenario.estimate(recipe)
     if recipe.limits is None and not found.fits:  # the longest samples meet in one batch
         found = _fastest(scenario, _batch_sizes(recipe), recipe) or found
     if found.recipe.batch != recipe.batch:
         detail += f", {found.recipe.batch_text}"
+    return _change(name, detail, current, found)
+
+
+def _random_packs(current: Estimate, name: str, detail: str) -> TriedChange:
+    """Packs of random samples, in number and size such that a step has today's samples.
+
+    A host drops samples that are longer than a pack, so that the longest one bounds the size.
+    """
+    scenario, wanted = current.scenario, current.scenario.samples_per_step
+    longest = int(scenario.lengths.llm_tokens.max())
+    tokens, recipe = scenario.cutoff or MOST, replace(current.recipe, batching="packed")
+    found = scenario.estimate(replace(recipe, limits=PackLimits(MOST, tokens)))
+    count = max(round(recipe.micro_batches * wanted / found.samples_per_step), 1)
+    for _ in range(MOST_SCALED):
+        found = scenario.estimate(replace(recipe, limits=PackLimits(MOST, tokens), micro_batches=count))
+        if abs(found.samples_per_step / wanted - 1) <= SAME_STEP:
+            break
+        tokens = min(max(round(tokens * wanted / found.samples_per_step), longest), MOST)
+    detail = f"{detail} of {tokens:,} tokens, {count} a rank and step"
+    if abs(found.samples_per_step / wanted - 1) > SAME_STEP:
+        return TriedChange(
+            name, f"{detail}: {found.samples_per_step:,.0f} samples a step, which no size makes {wanted:,}"
+        )
     return _change(name, detail, current, found)
 
 

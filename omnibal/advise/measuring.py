@@ -77,6 +77,8 @@ class MeasuredLengths:
     # Headers of the samples that have videos or sounds.
     videos: Mapping[int, tuple[VideoHeader, ...]] = field(default_factory=dict)
     sounds: Mapping[int, tuple[SoundHeader, ...]] = field(default_factory=dict)
+    images: str = ""
+    """How large images were taken to be, and who says so; empty if nothing was assumed."""
 
 
 def measure(
@@ -110,6 +112,8 @@ def measure(
         raise DataError(f"data must be lengths where there are several files, got {data[1]}; name a meta file of all")
     else:
         found = _drawn(data[0], named, _rule(named, present, max_image), images, of_each=present.mixture is not None)
+    if not found.is_whole and found.lengths.vision_units.any():
+        found = replace(found, images=_largest_image(named.model, present, max_image))
     if present.mixture is not None:
         found = _mixed(found, present.mixture)
     if named.model.units == "patches":
@@ -346,6 +350,21 @@ def _rule(named: NamedModel, present: Present, max_image: int | None) -> ImageRu
         return rule([smaller(size) for size in sizes])
 
     return of_smaller
+
+
+def _largest_image(model: Model, present: Present, max_image: int | None) -> str:
+    """The limit that decides how many vision units an image brings, which is the largest of all assumptions."""
+    if model.image_limit is None:
+        return ""
+    most, unit = model.image_limit
+    source = "the model folder's" if model.has_own_images else "the publisher's default"
+    if max_image is not None:
+        most, source = max_image, ""
+    elif present.max_pixels is not None and unit == "pixels" and present.max_pixels < most:
+        most, source = present.max_pixels, f"as {present.host} resizes them"
+    elif present.max_pixels is not None and unit == "tiles":
+        source += f"; {present.host} makes them {present.max_pixels:,} pixels at most"
+    return f"images up to {most:,} {unit} ({f'{source}; ' if source else ''}--max-image)"
 
 
 def _cut(found: MeasuredLengths, cutoff: int) -> MeasuredLengths:

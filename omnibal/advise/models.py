@@ -22,6 +22,7 @@ from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
 from omnibal.records import read_json
 
+DEFAULT_TILES: Final = 12  # of an image, under the published folders of InternVL
 MOST_TILES: Final = 1024  # of an image: a larger number is meant as pixels
 PREPROCESSORS: Final = ("preprocessor_config.json", "processor_config.json")
 VIDEO_PROCESSOR: Final = "video_preprocessor_config.json"
@@ -38,6 +39,8 @@ class Model:
     """The configuration of the image processor, and of the feature extractor of a model that hears."""
     videos: Config | None = None
     """What a folder says of its video processor; None for what the family's published folders say."""
+    has_own_images: bool = False
+    """Whether a folder says how large images may be; if not, they are as published folders let them be."""
 
     @property
     def records(self) -> tuple[LayerRecord, ...]:
@@ -47,6 +50,14 @@ class Model:
     def units(self) -> str:
         """What the ViT of this model counts: ``"patches"`` at native resolution, or ``"tiles"``."""
         return vision_unit_of(self.records)
+
+    @property
+    def image_limit(self) -> tuple[int, str] | None:
+        """Most tiles or pixels of an image, as the image processor is configured; None if no setting says it."""
+        if family_of(self.config).tile_limits is not None:
+            return int(self.preprocessor.get("max_patches") or DEFAULT_TILES), "tiles"
+        most = self.preprocessor["size"].get("longest_edge")
+        return None if most is None else (int(most), "pixels")
 
     def image_rule(self, max_tiles: int | None = None, max_pixels: int | None = None) -> ImageRule:
         """The rule that turns sizes of images into loads, with another limit than the preprocessor's if given."""
@@ -114,7 +125,7 @@ class Model:
         pixels = {"shortest_edge": preprocessor.get("min_pixels"), "longest_edge": preprocessor.get("max_pixels")}
         moved = {key: value for key, value in pixels.items() if value is not None}
         size = {**usual["size"], **dict(preprocessor.get("size") or {}), **moved}
-        return cls(name, whole, {**usual, **preprocessor, "size": size}, videos)
+        return cls(name, whole, {**usual, **preprocessor, "size": size}, videos, has_own_images=True)
 
 
 @dataclass(frozen=True)
@@ -295,7 +306,7 @@ def _usual_preprocessor(config: Config) -> dict[str, Any]:
     tile = vision["image_size"]
     side = tile[0] if isinstance(tile, list | tuple) else tile
     pinpoints = {"image_grid_pinpoints": config["image_grid_pinpoints"]} if "image_grid_pinpoints" in config else {}
-    return {"size": {"height": side, "width": side}, "max_patches": 12, "min_patches": 1, **pinpoints}
+    return {"size": {"height": side, "width": side}, "max_patches": DEFAULT_TILES, "min_patches": 1, **pinpoints}
 
 
 def _usual_videos(config: Config) -> Config:

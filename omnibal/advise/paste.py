@@ -42,6 +42,12 @@ class HostSyntax:
     batch: str
     checkpointing_off: str
     batchings: dict[Batching, str]
+    pack_tokens: str = ""
+    """What says how many tokens a pack of random samples holds."""
+    random: str = ""
+    """Draws samples at random, which packs replace; empty if no setting does."""
+    beside_packs: tuple[str, ...] = ()
+    """Settings without which the drop-in refuses the trainer."""
     stream_packs: tuple[str, ...] = (
         "from omnibal import PackLimits",
         "from omnibal.integrations.loops import pack_loss",
@@ -72,6 +78,8 @@ HOSTS: Final[dict[Host, HostSyntax]] = {
             "group_by_length": 'train_sampling_strategy="group_by_length" (before transformers 5 group_by_length=True)',
             "batch_rebalance": 'train_sampling_strategy="batch_rebalance"',
         },
+        random='train_sampling_strategy="random" (before transformers 5 group_by_length=False)',
+        beside_packs=("remove_unused_columns=False",),
     ),
     "ms-swift": HostSyntax(
         packs=(
@@ -82,6 +90,7 @@ HOSTS: Final[dict[Host, HostSyntax]] = {
         batch="--per_device_train_batch_size {}",
         checkpointing_off="--gradient_checkpointing false",
         batchings={"group_by_length": "--group_by_length true", "flattened": "--padding_free true"},
+        random="--group_by_length false",
     ),
     "llama-factory": HostSyntax(
         packs=(
@@ -92,6 +101,8 @@ HOSTS: Final[dict[Host, HostSyntax]] = {
         batch="per_device_train_batch_size: {}",
         checkpointing_off="disable_gradient_checkpointing: true",
         batchings={"group_by_length": "group_by_length: true", "packed": "neat_packing: true"},
+        pack_tokens="cutoff_len: {}",
+        random="group_by_length: false",
     ),
     "deepspeed": HostSyntax(
         packs=(
@@ -135,9 +146,9 @@ def propose(
 ) -> Proposal:
     """Limits in about the proportion of what even packs hold, under which a step has the estimate's samples.
 
-    At least half of the samples fit; a larger one has a pack of its own, but for streams (``holds_all``), which leave
-    out larger ones. Some vision limits waste room whatever the packer does (``omnibal.data.limit_search``): the nearest
-    above that does not is taken, and tokens limit the step.
+    At least half of the samples fit, all of them with ``holds_all``; a larger one has a pack of its own. Some vision
+    limits waste room whatever the packer does (``omnibal.data.limit_search``): the nearest above that does not is
+    taken, and tokens limit the step.
     """
     part = lengths
     if len(lengths) > SURVEYED:
@@ -219,6 +230,11 @@ def lines_to_paste(
     elif after.recipe.target_rows:
         lines += ["paste:", *(f"    {line}" for line in TARGET_ROWS)]
     settings = _settings(advice, host, kind)
+    if proposal is not None:
+        # What packs take the place of is switched off: `balance` refuses it beside them.
+        grouped = today.recipe.batching in ("group_by_length", "batch_rebalance")
+        settings += [HOSTS[host].random] if grouped and HOSTS[host].random else []
+        settings += [*HOSTS[host].beside_packs, *(present.beside_packs or ())]
     lines += [f"set: {', '.join(settings)}"] if settings else []
     lines.append(
         f"measure: {MEASURED_STEPS} steps without and with; a step has {today.samples_per_step:,.0f} samples today, "
@@ -239,6 +255,8 @@ def _settings(advice: Advice, host: Host, kind: Kind) -> list[str]:
     found = []
     if after.batching != today.batching and not advice.takes_packs:
         found.append(syntax.batchings[after.batching])
+        if after.limits is not None and after.limits.llm_tokens != advice.today.scenario.cutoff:
+            found.append(syntax.pack_tokens.format(after.limits.llm_tokens))
     if after.batch != today.batch and not advice.takes_packs:
         found.append(syntax.batch.format(after.batch))
     # The drop-in for Trainer finds by itself how many packs of a rank hold the samples of a step.

@@ -56,6 +56,11 @@ UNREAD: Final = (
 OFFLOADS: Final = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
 # Stages of training that take pairs of answers, or make their own.
 PREFERENCES: Final = ("dpo", "kto", "orpo", "simpo", "cpo", "rm", "ppo", "grpo", "gkd")
+# What `balance` refuses of a Trainer's settings, beside how samples are drawn: the only value that it takes.
+BESIDE_PACKS: Final[Mapping[str, Any]] = {
+    "label_smoothing_factor": 0.0, "neftune_noise_alpha": None, "auto_find_batch_size": False,
+    "average_tokens_across_devices": True, "packing": False, "padding_free": False,
+}  # fmt: skip
 LARGEST_IMAGE: Final = 768 * 768  # LLaMA-Factory's default
 USUAL_RANK: Final = 8  # of LoRA's adapters, in LLaMA-Factory and ms-swift
 
@@ -98,6 +103,8 @@ class Present:
     weight_bits: int | None = None
     fused_loss: bool | None = None
     """Whether Liger's kernels never have all logits."""
+    beside_packs: tuple[str, ...] | None = None
+    """Settings of a Trainer to change before it trains on packs of ours."""
     said: Mapping[str, str] = field(default_factory=dict)
     """What was read, key by key."""
     unread: Mapping[str, str] = field(default_factory=dict)
@@ -244,6 +251,12 @@ def _arguments(content: Content, load: Callable[[str], Content] | None, host: Ho
         pure=None if in_float32 else True,
         weight_bits=4 if content.get("load_in_4bit") else 8 if content.get("load_in_8bit") else None,
         fused_loss=True if content.get("use_liger_kernel") else None,
+        beside_packs=tuple(
+            f"{name}={value!r}"
+            for name, value in BESIDE_PACKS.items()
+            if host == "transformers" and content.get(name, value) != value
+        )
+        or None,
         said=_said(content, _ARGUMENTS_READ),
         unread=_unread(content, content.get("optim"), "optim"),
     )

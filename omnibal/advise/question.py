@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from omnibal.advise.changes import Advice, advise
+from omnibal.advise.changes import MOST_SCALED, SAME_STEP, Advice, advise
 from omnibal.advise.estimate import Recipe, Scenario
 from omnibal.advise.fitting import check_weighable
 from omnibal.advise.measuring import MeasuredLengths, measure
@@ -175,9 +175,6 @@ class Question:
         """What all recipes are estimated for."""
         present, device, recipe, lengths = self.present, self.cluster.device, self.recipe, self.measured.lengths
         per_step = self.cluster.num_devices * recipe.micro_batches * recipe.batch
-        if recipe.limits is not None:  # as many as today's packs hold
-            tokens = self.cluster.num_devices * recipe.micro_batches * recipe.limits.llm_tokens
-            per_step = max(round(tokens / max(float(lengths.llm_tokens.mean()), 1.0)), 1)
         # In loops of their own packs have another loss, and Liger's kernels take the place of a head on target rows.
         knows_targets = lengths.target_tokens is not None and not present.fused_loss
         spares_rows = present.host != "deepspeed" and knows_targets
@@ -189,10 +186,20 @@ class Question:
         counted = self.costs or _counted(self.model, device, present)
         if self.costs is None and not present.lora:
             adapted = adapted_profile(self.model.records, device, rank=LORA_RANK)  # what would fit
-        return Scenario(
+        asked = Scenario(
             lengths, counted, self.cluster, per_step, adapted=adapted,
             spares_rows=spares_rows, offered=offered, cutoff=present.cutoff, precision=present.precision,
         )  # fmt: skip
+        if recipe.limits is None:
+            return asked
+        # Packs of random samples are not full: a step has the samples that these hold. Other samples are drawn for a
+        # step of another size, so the size is corrected until a step has about as many samples as were assumed.
+        for _ in range(MOST_SCALED):
+            held = asked.estimate(recipe).samples_per_step
+            if abs(held / asked.samples_per_step - 1) <= SAME_STEP / 2:
+                break
+            asked = replace(asked, samples_per_step=max(round(held), 1), _batches={})
+        return asked
 
     def _check_costs(self, costs: ModelProfile) -> None:
         """Refuse costs of another device, of another model, or with other parts trained."""

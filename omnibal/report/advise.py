@@ -8,9 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from omnibal.advise.changes import Advice, TriedChange, count_of
+from omnibal.advise.changes import SAME_STEP, Advice, TriedChange, count_of
 from omnibal.advise.clips import clip_limits
 from omnibal.advise.estimate import MODEL_ERROR, UNSEEN, Estimate
+from omnibal.advise.gains import Way, gain_in_words
 from omnibal.advise.memory import COPIED, FLOAT16, USUAL
 from omnibal.advise.paste import Kind, Proposal, lines_to_paste, pipeline_lines, propose
 from omnibal.advise.question import Question
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from omnibal.report.layouts import LayoutReport  # its loops are compiled, which no other advice needs
 
 CAUSE_COLOURS: Final = (GREEN, GREY, VERMILION, ORANGE, PINK, BLUE, SKY)
+BEST: Final = "your best settings"
 BUFFERED: Final = "a buffer on each rank; the drop-in plans it"  # what balance takes to adopt where data is a stream
 
 
@@ -54,27 +56,34 @@ class Report:
         """Limits to take, where packs of ours are part of the advice."""
         if not self.advice.takes_packs:
             return None
-        # The size of an epoch is known where all samples were measured; streams leave out what is over a limit.
+        # The size of an epoch is known where all samples were measured.
         measured = self.question.measured
         whole = len(measured.lengths) if measured.is_whole else None
         return propose(self.advice.after, measured.lengths, num_samples=whole, holds_all=measured.is_stream)
 
     @cached_property
     def headline(self) -> str:
-        """What is gained in all, by settings alone, and by omnibal beyond them."""
+        """What is gained over today's way in all, and over the best settings, which are the cheapest alternative."""
         advice = self.advice
+        now, best = Way("today", advice.today.samples_per_second), Way(BEST, advice.settled.samples_per_second)
+        at = f"at {advice.today.samples_per_step:,.0f} samples a step"
         if not advice.adopted:
             return "leave it as it is: nothing brings more than the estimate's error"
-        settings, beyond = advice.settings, advice.beyond
-        step = f"times the samples a second, at {advice.today.samples_per_step:,.0f} samples a step as today"
-        if beyond.factor == 1:
-            return f"steps 0, which need no packs, bring {settings} {step}; omnibal's packs nothing beyond them"
-        if settings.factor == 1:
-            return f"omnibal brings {beyond} {step}; steps 0, which need no packs, bring nothing"
-        return (
-            f"all that brings something: {advice.whole} {step}: steps 0, which need no packs, {settings}, "
-            f"omnibal {beyond} beyond them"
+        if advice.beyond.factor == 1:
+            return f"{BEST} (steps 0, which need no packs): {gain_in_words([(advice.settings, now)])}, {at}"
+        gains = (
+            [(advice.whole, now)] if advice.settled is advice.today else [(advice.whole, now), (advice.beyond, best)]
         )
+        return f"omnibal: {gain_in_words(gains)}, {at}"
+
+    @property
+    def _over_settings(self) -> str:
+        """What packs bring over settings, in one line, be it a loss."""
+        gain, packs = self.advice.over_settings, self.advice.takes_packs
+        if gain is None:
+            return f"omnibal over {BEST}: its packs do not fit"
+        word = "" if packs else ": leave its packs out" if gain.factor < 1 else ": less than the estimate's error"
+        return f"omnibal over {BEST}: {gain}x{word}"
 
     def lines(self) -> list[str]:
         """What to print."""
@@ -85,7 +94,10 @@ class Report:
         advice, today, asked = self.advice, self.advice.today, self.question
         found = [
             f"{asked.model.name}{self._trained()} on {asked.cluster}: {today.recipe.text}, "
-            f"{today.samples_per_step:,.0f} samples a step",
+            f"{today.samples_per_step:,.0f} samples a step"
+            + (f"; {asked.measured.images}" * bool(asked.measured.images)),
+            self.headline,
+            self._over_settings,
             f"data: {asked.measured.said}{self._few()}",
         ]
         for name, keys in (("read", asked.present.said), ("not read", asked.present.unread)):
@@ -97,10 +109,14 @@ class Report:
         if offloaded := " and ".join(asked.recipe.offloaded):
             found.append(f"{offloaded} on the host: its transfers and updates are not counted")
         found.append(f"today: {', '.join(f'{cause} {share:.0%}' for cause, share in today.shares.items())}")
-        own = [change for change in advice.changes if not change.is_setting]
+        # Changes that are parts of packs say nothing by themselves if packs as a whole bring nothing.
+        own = [
+            change for change in advice.changes
+            if not change.is_setting and (advice.takes_packs or change.name == "pipeline")
+        ]  # fmt: skip
         found += [f"0. {self._said(change)}" for change in advice.changes if change.is_setting]
         found += [f"{number}. {self._said(change)}" for number, change in enumerate(own, start=1)]
-        found += [self.headline, self._memory()]
+        found.append(self._memory())
         if self.proposal is not None:
             found.append(self._limits(self.proposal))
             if asked.measured.is_stream:
@@ -136,10 +152,14 @@ class Report:
                 {
                     "name": change.name, "detail": change.detail, "factor": change.factor,
                     "error": change.gain.error if change.gain else 0.0,
-                    "brings": change.brings, "is_setting": change.is_setting, "cost": change.cost,
+                    "brings": change in advice.adopted, "is_setting": change.is_setting, "cost": change.cost,
                 }
                 for change in advice.changes
             ],
+            "images": asked.measured.images,
+            "over_settings": advice.over_settings and {
+                "factor": advice.over_settings.factor, "error": advice.over_settings.error,
+            },
             "factor": advice.whole.factor,
             "error": advice.whole.error,
             "settings": {"factor": advice.settings.factor, "error": advice.settings.error},
@@ -195,7 +215,9 @@ class Report:
     def _limits(self, proposal: Proposal) -> str:
         advice, limits, units = self.advice, proposal.limits, self.question.model.units
         packs = advice.after.recipe.micro_batches
-        # A whole number of steps divides an epoch, so steps have about, not just as many samples as today.
+        today = advice.today.samples_per_step
+        unlike = abs(proposal.samples_per_step / today - 1) > SAME_STEP
+        why = "; an epoch has whole steps" if unlike and self.question.measured.is_whole else ""
         per_pack = proposal.samples_per_step / (packs * self.question.cluster.num_devices)
         larger = proposal.oversized
         share = f"{larger:.1%}" if larger >= 0.001 else "less than 0.1%"
@@ -204,7 +226,7 @@ class Report:
         return (
             f"limits: {limits.vision_units:,} {units} and {limits.llm_tokens:,} LLM tokens a pack, "
             f"{count_of(packs, 'pack')} of a rank: {per_pack:.1f} samples a pack make "
-            f"{proposal.samples_per_step:,.0f} a step ({advice.today.samples_per_step:,.0f} today); {fit}"
+            f"{proposal.samples_per_step:,.0f} a step ({today:,.0f} today{why}); {fit}"
             f"{clips}"
         )
 
@@ -216,6 +238,8 @@ class Report:
             is_needed = self.advice.takes_packs and change.name in ("packing", "balance")
             nothing = "nothing by itself" if is_needed else "nothing"
             return f"{change.name}: brings {nothing} ({change.gain} ×; {change.detail})"
+        if change in self.advice.replaced:
+            return f"{change.name}: {change.gain} × without packs ({change.detail}); packs take its place"
         buffered = change.name == "balance" and self.question.measured.is_stream
         return f"{change.name}: {change.gain} × ({change.detail}; takes {BUFFERED if buffered else change.cost})"
 
@@ -270,7 +294,8 @@ def write_advice_page(report: Report, path: Path, layouts: LayoutReport | None =
     """Write an HTML page that holds its pictures; its folder is made."""
     rows = [
         (change.name, "step 0" if change.is_setting else "omnibal", change.detail,
-         "–" if change.gain is None else f"{change.gain} ×", "yes" if change.brings else "no", change.cost)
+         "–" if change.gain is None else f"{change.gain} ×",
+         "yes" if change in report.advice.adopted else "no", change.cost)
         for change in report.advice.changes
     ]  # fmt: skip
     # All columns are shares of today's time: those of faster ways add up to less than 100 %.

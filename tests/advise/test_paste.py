@@ -6,7 +6,7 @@ from omnibal.advise.changes import advise
 from omnibal.advise.estimate import Recipe, Scenario
 from omnibal.advise.models import Model
 from omnibal.advise.paste import HOSTS, Proposal, lines_to_paste, pipeline_lines
-from omnibal.advise.present import Present
+from omnibal.advise.present import Present, read_present
 from omnibal.cluster import Cluster, Layout
 from omnibal.config import layout_of, read_config
 from omnibal.data.lengths import SampleLengths
@@ -85,3 +85,26 @@ def test_the_pipelines_ds_config_can_be_read(tmp_path, present, key):
     assert json.loads(config)["omnibal"]["model"][key]
     assert layout_of(content, section.pipeline.num_stages, 8).num_devices == 16
     assert "omnibal plan pipeline.json --measure --trials 3 --write" in commands[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        ({"group_by_length": True}, 'train_sampling_strategy="random" (before transformers 5 group_by_length=False)'),
+        ({"train_sampling_strategy": "batch_rebalance"}, 'train_sampling_strategy="random"'),
+        ({"label_smoothing_factor": 0.1, "packing": True}, "label_smoothing_factor=0.0, packing=False"),
+        ({"finetuning_type": "full", "group_by_length": True}, "group_by_length: false"),
+        ({"train_type": "full", "group_by_length": True}, "--group_by_length false"),
+    ],
+)
+def test_what_packs_take_the_place_of_is_switched_off(content, wanted):
+    present = read_present({"per_device_train_batch_size": 4, "learning_rate": 1, **content})
+    today = Recipe("zero3", present.batching, 4, 1)
+    advice = advise(Scenario(tiled_lengths(1000, seed=1), PROFILE, CLUSTER, 64), today, must_fit=False)
+    assert advice.takes_packs
+    proposal = Proposal(LIMITS, 64, 0.0)
+    lines = lines_to_paste(advice, present, CLUSTER, proposal, **NAMES, kind="annotations")
+    settings = next(line for line in lines if line.startswith("set: "))
+    assert wanted in settings
+    if present.host == "transformers":  # Trainer's default takes images away, which `balance` refuses
+        assert "remove_unused_columns=False" in settings

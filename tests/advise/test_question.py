@@ -4,13 +4,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from omnibal.advise.measuring import measure, measured_head
+from omnibal.advise.measuring import MeasuredLengths, measure, measured_head
 from omnibal.advise.models import Model, read_model
+from omnibal.advise.paste import lines_to_paste
 from omnibal.advise.present import Present, read_today
 from omnibal.advise.question import Question
 from omnibal.cluster import Cluster
 from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
+from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError, DataError
 from omnibal.profile.calibration import Calibration, TimedPass, calibrate, sizes_of
 from omnibal.profile.counted import analytic_profile
@@ -184,3 +186,29 @@ def test_measured_costs_leave_tensor_ranks_out(lists):
     question = Question.read(lists, EIGHT, PRESENT, model=NAME, costs=COUNTED)
     with pytest.raises(ConfigError, match="counted of the model, got costs of one device"):
         question.tensor_profile(1, 2)
+
+
+@pytest.mark.parametrize("tokens", [2048, 4096, 9000])
+def test_random_packs_of_today_say_how_many_samples_a_step_has(tokens):
+    # They are not full, so that as many tokens as they could hold would be more samples.
+    lengths = tiled_lengths(3000, seed=1)
+    present = Present("llama-factory", "zero3", 1, 8, batching="packed", cutoff=tokens)
+    question = Question(MeasuredLengths(lengths, "all"), Model.known("InternVL3-1B"), EIGHT, present)
+    advice = question.answer()
+    assert advice.today.samples_per_step == pytest.approx(question.scenario.samples_per_step, rel=0.01)
+    assert advice.after.samples_per_step == pytest.approx(advice.today.samples_per_step, rel=0.01)
+    assert advice.today.samples_per_step < 64 * tokens / lengths.llm_tokens.mean()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3, 5])
+def test_a_hosts_own_packs_have_todays_samples_a_step(accumulation):
+    lengths = tiled_lengths(3000, seed=1)
+    present = Present("llama-factory", "zero3", 2, accumulation, cutoff=4096)
+    question = Question(MeasuredLengths(lengths, "all"), Model.known("InternVL3-1B"), EIGHT, present)
+    advice = question.answer()
+    for estimate in (advice.settled, advice.after):
+        assert estimate.samples_per_step == pytest.approx(16 * accumulation, rel=0.01)
+    if advice.settled.recipe.batching == "packed" and not advice.takes_packs:
+        tokens = advice.settled.recipe.limits.llm_tokens
+        lines = lines_to_paste(advice, present, EIGHT, None, data="d", model="m", kind="lengths")
+        assert tokens >= lengths.llm_tokens.max() and f"cutoff_len: {tokens}" in "".join(lines)

@@ -55,21 +55,23 @@ def test_the_answer_in_ten_lines(omnibal, lengths, tmp_path):
     lines = omnibal("advise", lengths, *RUN, *options).stdout.splitlines()
     way = "zero3, batches of 4, 8 a rank and step, recomputing, 256 samples a step"
     assert lines[0] == f"InternVL3-8B on 8xA100-80GB: {way}"
-    assert lines[1] == "data: 20,000 samples of measured lengths"
-    assert lines[2] == (
+    # The answer comes first: against today, and packs against the trainer's own settings, which do as much here.
+    assert re.match(
+        r"your best settings \(steps 0, which need no packs\): (2\.[89]|3\.\d)\d ± 0\.\d\dx the [\d.]+ samples/s of "
+        r"today, at 256 samples a step$",
+        lines[1],
+    )
+    assert re.match(r"omnibal over your best settings: (0\.\d\d ± .*: leave its|1\.0\d ± .*: less than the)", lines[2])
+    assert lines[3] == "data: 20,000 samples of measured lengths"
+    assert lines[4] == (
         "optimizer: AdamW (assumed); bytes of a trained parameter: weight 2, gradient 2, states 8, float32 copy 4, "
         "copies of the gradient at the update 6"
     )
-    assert lines[3].startswith("today: useful 3")
-    assert [line.split(":")[0] for line in lines[4:13]] == [
-        "0. head", "0. group_by_length", "0. batch_rebalance", "0. batch", "0. recompute", "0. trainer",
-        "1. packing", "2. balance", "3. trainer",
+    assert lines[5].startswith("today: useful 3")
+    # Parts of packs that as a whole bring nothing are not told: "balance 2.5" would look like a gain.
+    assert [line.split(":")[0] for line in lines[6:13]] == [
+        "0. head", "0. group_by_length", "0. batch_rebalance", "0. batch", "0. recompute", "0. trainer", "memory",
     ]  # fmt: skip
-    # with eight micro-batches a step the trainer's own settings do as much
-    assert re.match(
-        r"steps 0, which need no packs, bring (2\.[89]|3\.\d)\d ± .* at 256 samples a step as today;", lines[13]
-    )
-    assert lines[13].endswith("omnibal's packs nothing beyond them")
     assert "    target_rows(model)  # before the trainer" in lines
     assert any(
         line.startswith('set: train_sampling_strategy="group_by_length" (before transformers 5') for line in lines
@@ -84,9 +86,10 @@ def test_json_and_the_page_say_the_same(omnibal, lengths, tmp_path):
     printed = omnibal("advise", lengths, *RUN, *options[:4]).stdout.splitlines()
     assert record["headline"] in printed
     assert record["headline"] in (tmp_path / "advice.html").read_text()
-    assert record["headline"].startswith(f"all that brings something: {record['factor']:.2f} ± {record['error']:.2f} ")
-    for part in ("settings", "beyond_settings"):
-        assert f"{record[part]['factor']:.2f} ± {record[part]['error']:.2f}" in record["headline"]
+    assert record["headline"].startswith(f"omnibal: {record['factor']:.2f} ± {record['error']:.2f}x the ")
+    gain = record["beyond_settings"]
+    assert f", {gain['factor']:.2f} ± {gain['error']:.2f}x the " in record["headline"]
+    assert gain == record["over_settings"]
     assert record["settings"]["factor"] * record["beyond_settings"]["factor"] == pytest.approx(
         record["factor"], rel=0.03
     )
@@ -152,7 +155,8 @@ def test_a_stream_is_piped_and_told_what_its_buffer_gives_up():
     records = [{"query": "What?", "response": "word " * (7 * n % 900), **images[n % 3]} for n in range(1100)]
     arguments = ["advise", "-", *RUN, "--batch", "4", "--accumulation", "2"]
     lines = CliRunner().invoke(app, arguments, input="\n".join(map(json.dumps, records))).stdout.splitlines()
-    assert lines[1].startswith("data: the first 1,000 samples of a stream measured; tokens of text estimated")
+    assert lines[0].endswith("; images up to 12 tiles (the publisher's default; --max-image)")
+    assert lines[3].startswith("data: the first 1,000 samples of a stream measured; tokens of text estimated")
     told = next(line for line in lines if line.startswith("buffer: 256 samples of a rank planned at a time make "))
     over, vision, cost, *of_all = map(float, re.findall(r"([\d.]+)%", told))
     assert 0 < over < 3
@@ -162,6 +166,25 @@ def test_a_stream_is_piped_and_told_what_its_buffer_gives_up():
     assert any(line.startswith("2. balance: ") and "takes a buffer on each rank" in line for line in lines)
     assert any("balance_stream(trainer, PackLimits(" in line and "max_steps" in line for line in lines)
     assert not any("packs of all samples" in line for line in lines)
+
+
+def test_the_largest_assumption_stands_in_the_first_line(omnibal, annotations, lengths, tmp_path):
+    (tmp_path / "factory.yaml").write_text("finetuning_type: full\ncutoff_len: 40000\ndeepspeed: zero.json\n")
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 3}}')
+    qwen, cluster = ("--model", "Qwen2.5-VL-7B"), ("--cluster", "8xA100-80GB")
+    for options, assumed in (
+        (qwen, "images up to 12,845,056 pixels (the publisher's default; --max-image)"),
+        ((*qwen, "--max-image", 1003520), "images up to 1,003,520 pixels (--max-image)"),
+        ((*qwen, "--today", tmp_path / "factory.yaml"),
+         "images up to 589,824 pixels (as llama-factory resizes them; --max-image)"),
+        (("--model", "InternVL3-8B"), "images up to 12 tiles (the publisher's default; --max-image)"),
+        (("--model", "InternVL3-8B", "--max-image", 4), "images up to 4 tiles (--max-image)"),
+    ):  # fmt: skip
+        first = omnibal("advise", annotations, *options, *cluster).stdout.splitlines()[0]
+        assert first.endswith(f"; {assumed}"), first
+    for model in (("--model", "LLaVA-1.5-7B"),):  # whose images bring one tile each, whatever their size
+        assert "images up to" not in omnibal("advise", annotations, *model, *cluster).stdout
+    assert "images up to" not in omnibal("advise", lengths, *RUN).stdout  # nothing is assumed of measured lengths
 
 
 def test_all_forms_are_measured_by_all_commands(omnibal, tmp_path):
