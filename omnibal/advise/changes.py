@@ -247,12 +247,11 @@ def _packs(now: Estimate, settled: Estimate) -> tuple[_Search, Speedup | None]:
         search.offer(_change("limits", f"{packs} of a rank in a step", search.current, larger))
     search.offer(_recompute(search.current))
     search.offer(_sharing_less(search.current))
-    gain = None
-    if search.current.recipe.batching == "even":
-        gain = Speedup.of(settled, search.current, changes=sum(change.brings for change in search.changes))
-    if gain is None or not gain.brings:
+    gain = Speedup.of(settled, search.current, changes=sum(change.brings for change in search.changes))
+    is_even = search.current.recipe.batching == "even"
+    if not (is_even and gain.brings):
         search.current = settled
-    return search, gain
+    return search, gain if is_even else None
 
 
 def _change(name: str, detail: str, before: Estimate, after: Estimate) -> TriedChange:
