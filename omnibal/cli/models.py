@@ -106,6 +106,9 @@ def ask(
     ] = None,
     count: Annotated[int, typer.Option(help="How many questions to take from data.", min=1)] = 5,
     device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, …")] = "cpu",
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the images with questions and answers into this PNG.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per answer.")] = False,
 ) -> None:
     """Ask a model about images, or about data it has not seen.
@@ -131,16 +134,27 @@ def ask(
     asked = [(question, tuple(image or ()), None)] if meta is None else list(_questions(meta, count))
     answerer = Answerer(model, device=device)
     answers = [(*entry, answerer.answer(entry[0], entry[1])) for entry in asked]
+    if picture is not None:
+        from omnibal.formats.images import load_image
+        from omnibal.report.answers import plot_answers
+
+        plot_answers(
+            [(_words(text), [*map(load_image, images)], said, right) for text, images, right, said in answers], picture
+        )
     if as_json:
         for text, images, right, said in answers:
             typer.echo(json.dumps({"question": text, "images": [*map(named, images)], "right": right, "answer": said}))
         return
     rows = (
-        (text.replace("<image>", "").strip(), " ".join(Path(named(image)).name for image in images), said, right or "")
+        (_words(text), " ".join(Path(named(image)).name for image in images), said, right or "")
         for text, images, right, said in answers
     )
     table = make_table(("question", "images", "answer", "right answer"), rows, words=4)
     Console(markup=False).print(f"{model} answers", table)  # an answer may hold [/INST]
+
+
+def _words(question: str) -> str:
+    return question.replace("<image>", "").strip()
 
 
 def _questions(meta: Path, count: int) -> Iterator[tuple[str, tuple[Path | bytes, ...], str]]:

@@ -238,7 +238,9 @@ def extend(
         if peak > most_bytes or _is_dominated(stairs_kept[:num_stairs], stairs_peak[:num_stairs], new_kept, peak):
             continue
         num_stairs = _add_stair(stairs_kept, stairs_peak, num_stairs, new_kept, peak)
-        found[:, count] = (new_kept, least, peak, point, level)
+        # One by one: numba compiles an assignment to a whole column for a second, for its messages about shapes.
+        found[0, count], found[1, count], found[2, count] = new_kept, least, peak
+        found[3, count], found[4, count] = point, level
         count += 1
     return _frontier(found[:, :count])
 
@@ -284,13 +286,15 @@ def sweep(
     frontier = start(least_transient)
     for layer in range(num_layers - 1, -1, -1):
         # Points above the room of this first layer may still serve an earlier one with more room.
-        most = room[: layer + 1].max()
+        most = room[0]
+        for first in range(1, layer + 1):
+            most = max(most, room[first])
         frontier = extend(frontier, kept[layer], time[layer], transient[layer], held, most)
         if len(frontier.kept) == 0:
             break
-        least_peak[layer] = frontier.peak.min()
         for point in range(len(frontier.kept)):
-            if frontier.peak[point] <= room[layer]:  # points are in the order of time: the first is the fastest
+            least_peak[layer] = min(least_peak[layer], frontier.peak[point])
+            # Points are in the order of time: the first one that fits is the fastest.
+            if best[layer] < 0 and frontier.peak[point] <= room[layer]:
                 best[layer] = frontier.time[point]
-                break
     return best, least_peak

@@ -120,8 +120,11 @@ def _step_seconds(times: StepTimes, table: Table, wiring: Wiring, partitions: In
             for stage in range(len(table.lengths)):
                 finish = max(finish, ends[stage, table.lengths[stage] - 1])
             complete_gradients(times, replica, boundaries, table, starts, ready)
-        reduced = reduced_at(times, boundaries, ready).max()
-        result[row] = max(finish, reduced) + np.max(np.diff(times.optimizer[boundaries]))
+        reduced, slowest = reduced_at(times, boundaries, ready), 0.0
+        for stage in range(len(reduced)):
+            finish = max(finish, reduced[stage])
+            slowest = max(slowest, times.optimizer[boundaries[stage + 1]] - times.optimizer[boundaries[stage]])
+        result[row] = finish + slowest
     return result
 
 

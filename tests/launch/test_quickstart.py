@@ -1,21 +1,31 @@
 """The quickstart as a user runs it, only smaller: launcher, training script, resume after a kill, export, questions."""
 
+import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+import torch
+from PIL import Image
+from transformers import AutoConfig, AutoModelForImageTextToText
 from typer.testing import CliRunner
 
 from omnibal.cli.main import app
+from omnibal.data.limits import PackLimits
 from omnibal.engine.saved_files import latest_checkpoint, newest_first
+from omnibal.pipeline.partition import Partition
+from omnibal.plan import Plan
 from omnibal.processes import free_port
 from omnibal.report.training import read_metrics
+from tests.engine.launch import launch
 
 pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).parents[2]
@@ -92,15 +102,55 @@ def test_train_kill_resume_export_ask(demo):
     for name in ("model.safetensors", "config.json", "tokenizer.json", "preprocessor_config.json"):
         assert (demo / "again" / name).read_bytes() == (demo / "model" / name).read_bytes()
 
-    asked = CliRunner().invoke(
-        app,
-        ["ask", str(demo / "config.json"), "--count", "12", "--json"],  # about its held-out data
-    )
+    drawn = ["--picture", str(demo / "answers.png")]  # about its held-out data
+    asked = CliRunner().invoke(app, ["ask", str(demo / "config.json"), "--count", "12", "--json", *drawn])
     assert asked.exit_code == 0, asked.output
     answers = [json.loads(line) for line in asked.stdout.splitlines()]
     assert len(answers) > 10
     assert all(sorted(answer) == ["answer", "images", "question", "right"] for answer in answers)
     assert {len(answer["images"]) for answer in answers} == {0, 1, 2}
+    with_image = sum(bool(answer["images"]) for answer in answers)
+    assert Image.open(demo / "answers.png").size == (1440, 480 * -(-with_image // 3))
+
+
+def measure_gain(config):
+    """On each process of a launch, as launch/gain.py does it."""
+    sys.path.insert(0, str(ROOT / "launch"))
+    gain = importlib.import_module("gain")
+    gain.STEPS, gain.WARM_UP = 2, 0
+    gain.measure(config, torch.device("cpu"))
+
+
+def test_what_packs_gain_is_measured_and_drawn(demo):
+    plan = Plan(PackLimits(12, 256), 2, Partition((0, 8, 13)), ("none",) * 13)
+    folder = demo / "gain"
+    shutil.copytree(demo / "data" / "model", folder / "model")
+    AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder / "model")).save_pretrained(
+        folder / "model"
+    )
+    plan.save(folder / "plan.json")
+    config = json.loads((demo / "config.json").read_text())
+    config["omnibal"]["run"]["output"] = str(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    launch(2, "tests.launch.test_quickstart:measure_gain", folder / "config.json")
+    found = json.loads((folder / "gain.json").read_text())
+    assert found["packs"]["padding"] == 0 < found["padded"]["padding"] < 1
+    assert all(0 <= found[way]["waiting"] < 0.5 for way in ("padded", "packs"))
+    assert found["gain"] == found["padded"]["seconds_per_sample"] / found["packs"]["seconds_per_sample"]
+    assert Image.open(folder / "gain.png").size == (1440, 576)
+
+
+def test_gain_counts_the_slowest_rank_and_the_samples_of_all():
+    sys.path.insert(0, str(ROOT / "launch"))
+    gain = importlib.import_module("gain")
+    # Two ranks, two steps: seconds, samples, share of real tokens.
+    padded = np.array([[[1.0, 2, 0.5], [3.0, 2, 1.0]], [[2.0, 2, 0.5], [1.0, 2, 1.0]]])
+    packs = np.array([[[1.0, 3, 1.0], [1.0, 1, 1.0]], [[1.0, 3, 1.0], [1.0, 1, 1.0]]])
+    assert gain.summary({"padded": padded, "packs": packs}) == {
+        "padded": {"seconds_per_sample": 5 / 8, "waiting": 1 - 7 / 10, "padding": 0.25},
+        "packs": {"seconds_per_sample": 2 / 8, "waiting": 0, "padding": 0},
+        "gain": 2.5,
+    }
 
 
 def test_broken_data_is_named_before_training_starts(demo):
