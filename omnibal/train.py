@@ -292,6 +292,7 @@ def _steps(
                     balance=step.balance(),
                     shares=dict(step.shares),
                     oversized=dict(step.oversized),
+                    left_out=step.left_out,
                 ),
                 refresh=False,
             )

@@ -173,7 +173,7 @@ class Workspace:
         data = self.section.data
         return open_dataset(
             self._data(part), self.model_folder, image_folder=data.images, max_tiles=data.max_tiles,
-            max_image_pixels=data.max_image_pixels, broken=data.broken, processes=self.processes,
+            max_image_pixels=data.max_image_pixels, broken=data.broken, decode=data.decode, processes=self.processes,
             cache=self.section.run.files.lengths if cache is None else cache, measured=measured,
             each_once=part == "train" and data.mixture is not None,
         )  # fmt: skip

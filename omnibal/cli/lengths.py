@@ -48,6 +48,14 @@ def lengths(
         Literal["error", "skip"] | None,
         typer.Option(help="What to do with samples that cannot be read: stop and report them all, or leave them out."),
     ] = None,
+    decode: Annotated[
+        bool | None,
+        typer.Option(
+            "--decode/--no-decode",
+            help="Decode images, videos and sounds to find broken ones, or read their headers alone; by default decode "
+            "if there are at most 5,000 items.",
+        ),
+    ] = None,
     processes: Annotated[
         int | None, typer.Option(help="Most processes; by default one for each core, at most 32.", min=1)
     ] = None,
@@ -59,9 +67,10 @@ def lengths(
 ) -> None:
     """Measure all samples of a dataset, save their lengths, show what they are like.
 
-    No image is decoded: headers say how many tiles they make. A pass that is
-    interrupted goes on where it was, and the training of a ds_config measures
-    nothing again. SampleLengths.load opens the folder, memory-mapped.
+    Headers say how many tiles images make; files are decoded only to find
+    broken ones. A pass that is interrupted goes on where it was, and the training
+    of a ds_config measures nothing again. SampleLengths.load opens the folder,
+    memory-mapped.
 
     Example: omnibal lengths ds_configs/mine.json
 
@@ -78,7 +87,7 @@ def lengths(
     # Lengths come from a ds_config's workspace, from lists or a folder of lengths, or from a dataset measured now.
     if kind == "ds_config":
         refuse(options, "a ds_config names data and model")
-        workspace = open_workspace(source, broken=broken, processes=processes)
+        workspace = open_workspace(source, broken=broken, decode=decode, processes=processes)
         if not workspace.section.data.train:
             raise ConfigError(f"omnibal.data.train must name the data, got none in {source}")
         folder = out or workspace.section.run.files.lengths
@@ -98,7 +107,9 @@ def lengths(
     else:
         # The section that a ds_config with this data and model would have: one path measures for both.
         place = None if images is None else str(images)
-        data = DataSection(train=str(source), images=place, max_tiles=max_tiles, broken=broken or "error")
+        data = DataSection(
+            train=str(source), images=place, max_tiles=max_tiles, broken=broken or "error", decode=decode
+        )
         section = OmnibalSection(model=ModelSection(path=str(model)), data=data)
         workspace, folder = Workspace({}, section, processes=processes), out
         unit = vision_unit_of(workspace.records)

@@ -140,6 +140,7 @@ def open_workspace(
     lengths: Sequence[Path] | None = None,
     cluster: str | None = None,
     broken: Literal["error", "skip"] | None = None,
+    decode: bool | None = None,
     **options: Any,
 ) -> Workspace:
     """The workspace of a command line: a ds_config, or a plan or a profile where someone has none."""
@@ -153,8 +154,9 @@ def open_workspace(
     options = {"source": source, "makes": True, "say": say, "working": working, **options}
     if kind == "ds_config":
         workspace = _read_config(source, overrides=named, **options)
-        if broken is not None:
-            data = workspace.section.data.model_copy(update={"broken": broken})
+        named_here = {key: value for key, value in (("broken", broken), ("decode", decode)) if value is not None}
+        if named_here:
+            data = workspace.section.data.model_copy(update=named_here)
             workspace.section = workspace.section.model_copy(update={"data": data})
         return workspace
     if kind == "profile":

@@ -145,12 +145,16 @@ class DataSection(Section):
     """Folder that images of annotations are in, by default the annotations' own; meta files name theirs."""
     max_tiles: Count | None = None
     """The most tiles an image is cut into (a thumbnail comes on top); left out, what the model's folder says."""
-    max_image_pixels: Annotated[int, Field(ge=1, le=178_956_970)] = 89_478_485
+    max_image_pixels: Count = 89_478_485
     """The most pixels that an image file may have, width times height: one that has more counts as broken. Decoded, a
     pixel takes three bytes, on each process that reads images. (Models' own limits, to which their processors scale
     images down, stand in the model's folder.)"""
     broken: Literal["error", "skip"] = "error"
-    """What to do with samples that cannot be read: stop, or leave them out and report each."""
+    """What to do with samples that cannot be read, found before training or while training reads them: stop, or leave
+    them out and report each."""
+    decode: bool | None = None
+    """Whether images, videos and sounds are decoded when lengths are measured, so that broken ones are known before
+    training: a file once, as long as its size and time of change stay. Left out, if there are at most 5,000 items."""
     streaming: bool = False
     """Whether annotations (no JSON arrays) are read row by row, in their order, as they are needed: nothing is
     measured beforehand. It wants ``run.max_steps`` and the limits of ``packing``; see streams.md."""

@@ -86,6 +86,15 @@ class Packs:
         _copy_packs(self.samples, self.starts, chosen, samples)
         return Packs(samples, starts)
 
+    def without(self, samples: npt.ArrayLike) -> "Packs":
+        """The same packs without some samples.
+
+        >>> [pack.tolist() for pack in Packs([4, 0, 2], [0, 2, 2, 3]).without([2, 4])]
+        [[0], [], []]
+        """
+        stays = ~np.isin(self.samples, samples)
+        return Packs(self.samples[stays], _starts(stays.astype(np.int64))[self.starts])
+
     def between(self, first: int, last: int) -> "Packs":
         """Return packs ``first`` … ``last`` − 1, without a copy of their samples."""
         starts = self.starts[first : last + 1]

@@ -220,7 +220,8 @@ class OmnibalEngine(CheckpointedEngine):
             rank=place.replica % layout.num_replicas,  # encoders read by their share alone
             micro_batches=self.plan.micro_batches,
         )
-        return self.loader.over(CheckedSamples(dataset, lengths, SampleRules.of(self.module.vlm)), sampler)
+        rules, broken = SampleRules.of(self.module.vlm), self.resolved.section.data.broken
+        return self.loader.over(CheckedSamples(dataset, lengths, rules, broken), sampler)
 
     def evaluate(self, loader: Loader) -> Evaluation:
         """Measure loss and accuracy on one epoch of the packs of a ``held_out_loader``, all ranks together."""

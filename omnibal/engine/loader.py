@@ -1,11 +1,14 @@
 """Loader: a feed's steps as one rank of the pipeline trains on them; how the rank reads packs, and all ranks a step."""
 
+import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import pairwise
+from operator import or_
 from time import perf_counter
 from typing import Any, Final, Literal, NamedTuple, Protocol, cast
 from zlib import crc32
@@ -32,6 +35,10 @@ Steps = Iterator[tuple[Step, list[Batch]]]
 
 LOG: Final = logging.getLogger(__name__)
 
+LEFT_OUT: Final = "left_out"
+"""Key of a sample that cannot be read: its number and why; and of these in a pack, as bytes of JSON."""
+COUNTED: Final = 4
+"""Numbers that all ranks add up before a step, beside those of columns and of ranks."""
 PAD_TOKEN_ID: Final = 0
 """The token of an empty pack; any would do, since nothing is learned from it."""
 _PIXEL_SECONDS: Final = 8e-3 / (3 * 448**2)
@@ -116,16 +123,27 @@ class PackReader:
         """The reader of a rank at a place: where stages have replicas of their own, it reads the packs of its own."""
         return replace(self, share=Share(place.replica, layout.shape(place.stage)[0])) if layout.has_units else self
 
-    def collate(self, samples: list[dict[str, Tensor]]) -> Batch:
-        """A pack of samples as tensors."""
-        return pack_samples(
-            samples,
+    def collate(self, samples: list[dict[str, Any]]) -> Batch:
+        """A pack of samples as tensors, without those that cannot be read."""
+        left_out = [sample[LEFT_OUT] for sample in samples if LEFT_OUT in sample]
+        batch = pack_samples(
+            [sample for sample in samples if LEFT_OUT not in sample],
             pad_token_id=PAD_TOKEN_ID,
             pixel_shape=self.pixel_shape,
             pixel_dtype=self.pixel_dtype,
             image_integers=self.image_integers,
             positions=self.positions if self.view == "images" else None,
         )
+        if left_out:
+            batch[LEFT_OUT] = torch.frombuffer(bytearray(json.dumps(left_out).encode()), dtype=torch.uint8)
+        return batch
+
+    def read(self, dataset: VlmDataset, pack: Sequence[int]) -> Batch:
+        """A pack, read here and now."""
+        return self.collate([*map(self._viewed(dataset).__getitem__, pack)])
+
+    def _viewed(self, dataset: VlmDataset) -> "VlmDataset | TextView":
+        return dataset if self.view == "images" else TextView(dataset)
 
     def feed(self, dataset: VlmDataset, sampler: BalancedBatchSampler) -> EpochFeed:
         """The steps of a sampler, their packs read ahead.
@@ -146,7 +164,7 @@ class PackReader:
             return EpochFeed(sampler, remote, share)
         workers = self._workers(sampler, share, micro_batches)
         reader: DataLoader[Batch] = DataLoader(
-            cast(Dataset[Any], dataset if self.view == "images" else TextView(dataset)),
+            cast(Dataset[Any], self._viewed(dataset)),
             batch_sampler=packs,
             collate_fn=self.collate,
             num_workers=workers,
@@ -157,6 +175,10 @@ class PackReader:
             worker_init_fn=leave_ends_to_parent,
         )
         return EpochFeed(sampler, reader, share)
+
+    def loader(self, dataset: VlmDataset, sampler: BalancedBatchSampler) -> "Loader":
+        """The steps of a sampler as this reader reads them."""
+        return Loader(self.feed(dataset, sampler), self, dataset)
 
     def _workers(self, sampler: BalancedBatchSampler, share: Share, micro_batches: int) -> int:
         if self.view == "text":  # the last stage reads labels only: one process will do
@@ -180,11 +202,15 @@ class PackReader:
 
 
 class Loader:
-    """The packs of one rank, step after step, from a feed; ``initialize`` makes it."""
+    """The packs of one rank, step after step, from a feed; ``initialize`` makes it.
 
-    def __init__(self, feed: Feed, reader: PackReader) -> None:
-        self.feed, self._reader = feed, reader
+    ``left_out`` are samples that could not be read so far, and why; the same on all ranks.
+    """
+
+    def __init__(self, feed: Feed, reader: PackReader, dataset: VlmDataset | None = None) -> None:
+        self.feed, self._reader, self._dataset = feed, reader, dataset
         self.micro_batches = feed.micro_batches
+        self.left_out: dict[int, str] = {}
 
     @property
     def steps_per_epoch(self) -> int:
@@ -243,7 +269,41 @@ class Loader:
 
     def over(self, dataset: VlmDataset, sampler: BalancedBatchSampler) -> "Loader":
         """A loader of the packs that another sampler makes of other samples, read alike, for evaluation."""
-        return Loader(self._reader.feed(dataset, sampler), self._reader)
+        return self._reader.loader(dataset, sampler)
+
+    def mended(self, step: Step, batches: Sequence[Batch], unread: Mapping[int, str]) -> list[Batch]:
+        """This rank's packs of the last step without all samples that some rank could not read."""
+        assert isinstance(self.feed, EpochFeed), "the samples of a stream are read once"
+        if not batches:
+            return []
+        assert self._dataset is not None, "a loader of samples with an index has them"
+        mended = []
+        for pack, batch in zip(self.feed.own_packs(step), batches, strict=True):
+            stays = [sample for sample in pack if sample not in unread]
+            # A pack is read again where another rank could not read what this one could: a file that was just written.
+            as_it_is = len(stays) + len(left_out_of(batch)) == len(pack)
+            mended.append(batch if as_it_is else self._reader.read(self._dataset, stays))
+        return mended
+
+    def note_left_out(self, step: Step, unread: Mapping[int, str]) -> Step:
+        """The step without samples that some rank could not read; rank 0 names those that are new."""
+        assert isinstance(self.feed, EpochFeed), "the samples of a stream are read once"
+        for sample, reason in unread.items():
+            if sample not in self.left_out and dist.get_rank() == 0:
+                LOG.warning("A sample is left out: sample %d, %s", sample, reason)
+        self.left_out |= unread
+        left = self.feed.without(step, unread)
+        if not left.num_samples:
+            first, reason = next(iter(unread.items()))
+            raise DataError(
+                f"a step must have a sample that can be read, got none of {step.num_samples}: sample {first}, {reason}"
+            )
+        return left
+
+
+def left_out_of(batch: Batch) -> dict[int, str]:
+    """The samples of a pack that could not be read, and why."""
+    return dict(json.loads(batch[LEFT_OUT].numpy().tobytes())) if LEFT_OUT in batch else {}
 
 
 class TextView(Dataset[dict[str, Any]]):
@@ -279,9 +339,9 @@ def read_step(
     ``steps`` is ``iter(loader)``, where the step is to come from that.
     """
     # A collective between the schedule's sends and receives would deadlock, and a rank that cannot read its samples
-    # must stop the others before they wait for it. So all ranks add up, in one all-reduce before the step: target
-    # tokens, failures, a number per column that tells whether its first and last stages have read the same labels, and
-    # each rank's microseconds of reading: the largest is the wait that all ranks share.
+    # must stop the others before they wait for it. So all ranks add up, in one all-reduce before the step, what
+    # `_counted` tells of each. If one of them had to leave out samples, all hear which, and read their packs without
+    # them: then they meet once more.
     started = perf_counter()
     failure: Exception | None = None
     batches: list[Batch] = []
@@ -292,28 +352,55 @@ def read_step(
         failure = ConfigError("data_iter must have a step left, got its end; take iter(loader) for another epoch")
     except Exception as error:  # any failure must reach the other ranks
         failure = error
+    seconds, unread = perf_counter() - started, dict[int, str]()
+    while True:
+        found = {sample: why for batch in batches for sample, why in left_out_of(batch).items() if sample not in unread}
+        counts = _counted(batches, layout, rank, seconds)
+        counts[1], counts[2] = failure is not None, len(found)
+        counts[3] = 0 if failure is not None else step.left_out
+        counts = counts.to(device)
+        WORK.at("meeting of all ranks before the step", waits=True)
+        dist.all_reduce(counts)
+        targets, failures, news, of_streams, *differences = counts[: COUNTED + layout.num_columns].tolist()
+        if failures:
+            gather(failure, where=where)  # raises the first one on all ranks
+        if not news:
+            break
+        unread = reduce(or_, gather(found), unread)
+        try:
+            batches = loader.mended(step, batches, unread)
+        except Exception as error:
+            failure = error
+    if any(differences):
+        raise _disagreement(loader, step, batches, unread)
+    step = loader.note_left_out(step, unread) if unread else replace(step, left_out=of_streams)
+    waits = counts[COUNTED + layout.num_columns :]
+    return StepRead(step, [_without_note(batch) for batch in batches], targets, int(waits.max()) / 1e6)
+
+
+def _counted(batches: Sequence[Batch], layout: Layout, rank: int, seconds: float) -> Tensor:
+    """What a rank tells of its packs before a step, to be added up: numbers that all ranks have places for.
+
+    `COUNTED` of all together: target tokens; failures, samples that are newly left out, and those that streams have
+    left out, which the caller enters. Then a number per column that tells whether its first and last stages have read
+    the same labels, and each rank's microseconds of reading: the largest is the wait that all ranks share.
+    """
     place = layout.place(rank)
     # Of tensor ranks, which read the same packs, the first one counts.
     is_first, is_last = (place.tensor == 0 and place.stage == end for end in (0, layout.num_stages - 1))
-    before_waits = 2 + layout.num_columns
-    counts = torch.zeros(before_waits + layout.num_devices, dtype=torch.int64)
-    counts[before_waits + rank] = round(1e6 * (perf_counter() - started))
+    counts = torch.zeros(COUNTED + layout.num_columns + layout.num_devices, dtype=torch.int64)
+    counts[COUNTED + layout.num_columns + rank] = round(1e6 * seconds)
     if is_last:
         counts[0] = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
-    counts[1] = failure is not None
     # The first stage adds what the last one takes away: a column whose stages read the same is left with zero.
     sign, (replicas, _) = is_first - is_last, layout.shape(place.stage)
     digest = _digest_of(batches, range(place.replica, replicas * len(batches), replicas)) if sign else 0
-    counts[2 + place.replica % layout.num_columns] = sign * digest
-    counts = counts.to(device)
-    WORK.at("meeting of all ranks before the step", waits=True)
-    dist.all_reduce(counts)
-    targets, failures, *differences = counts[:before_waits].tolist()
-    if failures:
-        gather(failure, where=where)  # raises the first one on all ranks
-    if any(differences):
-        raise _disagreement(loader, step, batches)
-    return StepRead(step, batches, targets, int(counts[before_waits:].max()) / 1e6)
+    counts[COUNTED + place.replica % layout.num_columns] = sign * digest
+    return counts
+
+
+def _without_note(batch: Batch) -> Batch:
+    return {name: tensor for name, tensor in batch.items() if name != LEFT_OUT}
 
 
 def _next_of(steps: Steps) -> tuple[Step, list[Batch]]:
@@ -324,11 +411,11 @@ def _next_of(steps: Steps) -> tuple[Step, list[Batch]]:
     return found
 
 
-def _disagreement(loader: Loader, step: Step, batches: list[Batch]) -> DataError:
+def _disagreement(loader: Loader, step: Step, batches: list[Batch], unread: Collection[int]) -> DataError:
     """Name the sample that two stages read differently, all ranks together."""
     assert isinstance(loader.feed, EpochFeed), "the samples of a stream are read once"
-    sampler = loader.feed.sampler
-    own = loader.feed.share.packs(sampler.step(step.index), sampler)[: len(batches)]
+    packs = loader.feed.own_packs(step)[: len(batches)]
+    own = [[sample for sample in pack if sample not in unread] for pack in packs]
     seen: dict[int, int] = {}
     read = [entry for found in gather(_digests(own, batches)) for entry in found.items()]
     sample = next(sample for sample, number in read if seen.setdefault(sample, number) != number)

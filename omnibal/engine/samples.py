@@ -19,12 +19,13 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packing_spec import PackingOptions
 from omnibal.data.source_draws import typical_lengths
-from omnibal.engine.loader import Loader, PackReader, VlmDataset
+from omnibal.engine.loader import LEFT_OUT, Loader, PackReader, VlmDataset
 from omnibal.engine.resolve import ResolvedRun
-from omnibal.errors import ConfigError, DataError, OmnibalError
+from omnibal.errors import ConfigError, DataError, OmnibalError, said
 from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.formats.collate import IGNORED, MropeRule, Positions
 from omnibal.formats.conversations import ConversationDataset
+from omnibal.formats.measured import Broken
 from omnibal.plan import Plan
 from omnibal.ranks import check_shared, gather, rank_zero_first, run_on_all_ranks
 from omnibal.vlm.layers import VisionLanguageModel
@@ -158,10 +159,15 @@ class SampleRules:
 
 
 class CheckedSamples(Dataset[dict[str, Any]]):
-    """A dataset whose samples are checked as they are read."""
+    """A dataset whose samples are checked as they are read.
 
-    def __init__(self, dataset: VlmDataset, lengths: SampleLengths, rules: SampleRules) -> None:
-        self._dataset, self._lengths, self._rules = dataset, lengths, rules
+    With ``broken="skip"`` one that cannot be read comes as a note under `LEFT_OUT`, and its pack goes on without it.
+    """
+
+    def __init__(
+        self, dataset: VlmDataset, lengths: SampleLengths, rules: SampleRules, broken: Broken = "error"
+    ) -> None:
+        self._dataset, self._lengths, self._rules, self._broken = dataset, lengths, rules, broken
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -178,9 +184,13 @@ class CheckedSamples(Dataset[dict[str, Any]]):
     def _checked(self, read: Callable[[int], dict[str, Any]], index: int, *, decoded: bool) -> dict[str, Any]:
         try:
             sample = read(index)
-        except OmnibalError:
-            raise  # names its file and line
+        except (ConfigError, MemoryError):
+            raise
         except Exception as error:
+            if self._broken == "skip":
+                return {LEFT_OUT: (index, said(error))}
+            if isinstance(error, OmnibalError):
+                raise  # names its file and line
             raise DataError(f"sample {index} must be readable, got {type(error).__name__}: {error}") from error
         tiles, tokens = int(self._lengths.vision_units[index]), int(self._lengths.llm_tokens[index])
         problem = self._rules.problem(sample, tiles=tiles, tokens=tokens, decoded=decoded)
@@ -228,11 +238,12 @@ def sample_loader(
     replica = place.replica % layout.num_replicas  # an encoder with more replicas reads by its share alone
     plan, sampler = run_on_all_ranks(lambda: _arrange(workspace, resolved, samples, lengths, replica))
     sampler.verify(gather)
-    checked = CheckedSamples(samples, lengths, SampleRules.of(resolved.vlm))
+    broken = workspace.section.data.broken
+    checked = CheckedSamples(samples, lengths, SampleRules.of(resolved.vlm), broken)
     if plan.predicted is not None:
         reader = replace(reader, step_seconds=plan.predicted.step_seconds)
     reader = reader.of(place, layout)
-    return plan, run_on_all_ranks(lambda: Loader(reader.feed(checked, sampler), reader))
+    return plan, run_on_all_ranks(lambda: reader.loader(checked, sampler))
 
 
 def _arrange(

@@ -38,7 +38,7 @@ _TAKEN: Final = (
     "omnibal.model.path", "omnibal.model.family", "omnibal.model.weights", "omnibal.model.seed",
     "omnibal.model.lora.dropout",
     "omnibal.data.held_out", "omnibal.data.images", "omnibal.data.broken", "omnibal.data.workers",
-    "omnibal.data.max_image_pixels", "omnibal.data.ray",
+    "omnibal.data.decode", "omnibal.data.max_image_pixels", "omnibal.data.ray",
     "omnibal.packing.samples_per_step",
     # the optimizer's state is read by the names of weights
     "zero_optimization.stage", "omnibal.pipeline.num_stages", "omnibal.pipeline.num_tensor",

@@ -6,6 +6,7 @@ ranks hear what all packs hold, and what fails.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -57,6 +58,7 @@ class PipelineStreamFeed(StreamFeed):
     ) -> None:
         self._layout, self._place, self._collate, self._pins = layout, place, collate, pin_memory
         self._group: dist.ProcessGroup | None = None
+        self._counts, self._told_left_out = [*filter(None, (getattr(s, "left_out", None) for s in sources.values()))], 0
         self._device = get_accelerator().current_device()
         # Where the encoder has replicas of its own, these share the packs of a step.
         num_replicas = layout.shape(0)[0]
@@ -83,7 +85,11 @@ class PipelineStreamFeed(StreamFeed):
             raise ConfigError(f"omnibal.run.max_steps must be all steps of a run on streams, got {self.steps_done}")
         if self._group is None:  # of its own: it is used in a thread; made by all ranks at their first step
             self._group = new_gloo_group()
-        return super().step()
+        found = super().step()
+        if found is None or not self._counts:
+            return found
+        told, self._told_left_out = self._told_left_out, sum(each.count for each in self._counts)
+        return replace(found[0], left_out=self._told_left_out - told), found[1]
 
     def state_dict(self) -> dict[str, Any]:
         """The positions of all replicas, the same on all ranks; all ranks together."""

@@ -10,9 +10,9 @@ An epoch, a mixture and a stream differ in where packs come from, not in what a 
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -39,6 +39,7 @@ class Step:
         shares: For each source of a mixture: the share that was asked for, and the one that the step holds.
         oversized: Of a stream: what becomes of samples over a limit, and how many the run has met of them so far.
         target_tokens: Tokens that carry loss in all packs of the step; None where lengths do not know them.
+        left_out: Samples that were left out of the step, or of a stream since the step before, as they cannot be read.
     """
 
     epoch: int
@@ -48,6 +49,7 @@ class Step:
     shares: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     oversized: Mapping[Oversized, int] = field(default_factory=dict)
     target_tokens: int | None = None
+    left_out: int = 0
 
     @property
     def llm_tokens(self) -> int:
@@ -158,10 +160,23 @@ class EpochFeed:
         packs, shares = sampler.step(self._steps_done), sampler.shares_of(self._steps_done)
         batches = [] if self._packs is None else [next(self._packs) for _ in range(self.micro_batches)]
         self._steps_done += 1
-        lengths = sampler.lengths
+        return self._record(packs, shares), batches
+
+    def _record(self, packs: StepPacks, shares: Mapping[str, tuple[float, float]]) -> Step:
+        lengths = self.sampler.lengths
         targets = None if lengths.target_tokens is None else packs.target_tokens(lengths)
         load, samples = packs.load(lengths), packs.num_samples
-        return Step(packs.epoch, packs.index, samples, load, shares, target_tokens=targets), batches
+        return Step(packs.epoch, packs.index, samples, load, shares, target_tokens=targets)
+
+    def own_packs(self, step: Step) -> list[list[int]]:
+        """The sample indices of this rank's packs of a step of this epoch, in order."""
+        return self.share.packs(self.sampler.step(step.index), self.sampler)
+
+    def without(self, step: Step, samples: Collection[int]) -> Step:
+        """A step of this epoch as it is without some samples, which cannot be read."""
+        packs = self.sampler.step(step.index)
+        left = replace(packs, packs=packs.packs.without([*samples]))
+        return replace(self._record(left, step.shares), left_out=packs.num_samples - left.num_samples)
 
     def steps_left(self, epochs: int | None = None) -> int:
         """See ``Feed.steps_left``; counting later epochs costs as much as ``BalancedBatchSampler.steps_of``."""

@@ -6,7 +6,7 @@ Qwen-VL's (images within messages or within their text), ms-swift's and LLaMA-Fa
 images do.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from re import compile as pattern
@@ -70,6 +70,14 @@ class Conversation:
     # In the order of `VIDEO_MARK` and `SOUND_MARK`, which are text where there is no video or no sound.
     videos: tuple[Video, ...] = ()
     sounds: tuple[Picture, ...] = ()
+
+    @property
+    def files(self) -> Iterator[Picture]:
+        """All files, and contents of files, of images, videos and sounds."""
+        yield from self.images
+        for video in self.videos:
+            yield from video if isinstance(video, tuple) else (video,)
+        yield from self.sounds
 
     @property
     def marks(self) -> tuple[str, ...]:

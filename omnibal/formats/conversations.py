@@ -26,7 +26,17 @@ from omnibal.families.base import WINDOWS
 from omnibal.formats.chat import read_conversation
 from omnibal.formats.files import Place, Problem, Row, files_of, is_table, is_tar, stream_rows
 from omnibal.formats.images import MOST_PIXELS
-from omnibal.formats.measured import Broken, Found, LengthsCache, Loads, Measured, settle_problems, survey
+from omnibal.formats.measured import (
+    Broken,
+    DecodedFiles,
+    Found,
+    LengthsCache,
+    Loads,
+    Measured,
+    settle_problems,
+    state_of,
+    survey,
+)
 from omnibal.formats.model_format import ModelFormat, Prepared
 from omnibal.formats.shards import AnnotationFile, Ids, Shard, Shards, named_files, names_of, open_shards
 from omnibal.formats.text import Encoded, encode
@@ -35,6 +45,8 @@ COLUMNS: Final = ("vision_units", "llm_tokens", "target_tokens", "vision_squared
 OPTIONAL: Final = ("vision_squared", "video_units", "sound_units")
 CHECKED_SAMPLES: Final = 64
 """Samples that are measured again before kept lengths are believed."""
+DECODED_ITEMS: Final = 5000
+"""Most items whose files are decoded unasked when lengths are measured."""
 
 T = TypeVar("T")
 
@@ -45,7 +57,8 @@ class ConversationDataset:
     """Samples from several annotation files: each file's items in order, then again as often as it repeats.
 
     With ``broken="error"`` `lengths` refuses all items that cannot be used in one report, and ``[i]`` each by itself;
-    with ``"skip"`` they are left out with a warning, and every image's header is read at once to find them.
+    with ``"skip"`` they are left out with a warning, and every file is read at once to find them: all of it if it is
+    decoded, else its header.
     """
 
     def __init__(
@@ -54,6 +67,7 @@ class ConversationDataset:
         model_format: ModelFormat,
         *,
         broken: Broken = "error",
+        decode: bool | None = None,
         processes: int | None = None,
         cache: str | Path | None = None,
         measured: bool = False,
@@ -63,10 +77,14 @@ class ConversationDataset:
         self._all = Shards(self.shards)
         self._format = model_format
         self._broken = broken
+        self._is_small = self._all.num_used_items <= DECODED_ITEMS
+        self._decodes = self._is_small if decode is None else decode
         self._processes = processes
         # Lengths are found again where annotations, model folder and settings are the same; images are taken to be
         # unchanged if a few of them are. An interrupted pass goes on after the last 131,072 items that were complete.
         self._cache = None if cache is None else LengthsCache(Path(cache), self._made_from())
+        # A file is decoded again only if its size or time of change is another one, whatever annotations name it.
+        self._decoded = DecodedFiles(None if cache is None else Path(cache) / f"{model_format.fingerprint}.decoded.npy")
         # Another process of the run has just measured these samples: take its lengths, and do not report again.
         self._is_measured = measured
         self._left_out: Ids = np.empty(0, dtype=np.int64)
@@ -104,7 +122,10 @@ class ConversationDataset:
         return self._sample(index, with_pixels=False)
 
     def lengths(self) -> SampleLengths:
-        """The loads of all samples, ``source`` being the number of the shard; every image's header is read once."""
+        """The loads of all samples, ``source`` being the number of the shard; every file's header is read once.
+
+        If files are decoded, those that cannot be are found now.
+        """
         if self._broken == "error":
             settle_problems(self._measured.problems, self._all.num_used_items, "error")
         return self._measured.lengths
@@ -131,11 +152,15 @@ class ConversationDataset:
     def _measure_all(self) -> Measured:
         items = self._all.used_items()
         folder = self._cache.unfinished if self._cache else None
-        found = survey(self._measure, items, len(COLUMNS), processes=self._processes, folder=folder)
+        found = survey(
+            self._measure, items, len(COLUMNS) + 1, processes=self._processes, folder=folder, decodes=self._decodes
+        )
+        if self._decodes:
+            self._decoded.add(found.loads[found.usable, -1])
         samples = np.arange(self._all.num_samples)
         rows = np.searchsorted(items, self._all.item_of(samples))
         usable = found.usable[rows]
-        columns = dict(zip(COLUMNS, found.loads[rows[usable]].T, strict=True))
+        columns = dict(zip(COLUMNS, found.loads[rows[usable], :-1].T, strict=True))
         columns = {name: column for name, column in columns.items() if name not in OPTIONAL or column.any()}
         source = self._all.source_of(samples[usable])
         unit = None if self._format.family.sees else WINDOWS
@@ -143,17 +168,32 @@ class ConversationDataset:
         return Measured(lengths, found.problems, items[~found.usable])
 
     def _still_true(self, kept: Measured) -> bool:
-        """Whether the broken items and a few others, spread over the data, are found as they were."""
+        """Whether the broken items and a few others, spread over the data, are found as they were.
+
+        If files of a small dataset are decoded, all of them must have the sizes and times of change that they had.
+        """
         left_out = self._all.samples_of(kept.broken_items)
         num_usable = self._all.num_samples - len(left_out)
         if not num_usable:
             return False
         some = np.unique(np.linspace(0, num_usable - 1, CHECKED_SAMPLES, dtype=np.int64))
         usable = self._all.item_of(_place_among_all(some, left_out))
+        if self._decodes and self._is_small:
+            items = np.setdiff1d(self._all.used_items(), kept.broken_items)
+            if not all(self._state(item) in self._decoded for item in items.tolist()):
+                return False
         again = self._measure(np.concatenate([kept.broken_items, usable]))
         columns = kept.lengths.take(some).columns()
         loads = zip(*(columns.get(name, np.zeros_like(some)).tolist() for name in COLUMNS), strict=True)
-        return again == [*kept.problems, *loads]
+        return [entry if isinstance(entry, Problem) else entry[:-1] for entry in again] == [*kept.problems, *loads]
+
+    def _state(self, item: int) -> int:
+        """The state of an item's files now; 0 if they cannot be told."""
+        shard, place = self._all.locate(item)
+        try:
+            return state_of(shard.conversation(place).files)
+        except (ValueError, OSError):
+            return 0
 
     def _skip_problems(self) -> None:
         self.skipped = self._measured.problems
@@ -173,18 +213,31 @@ class ConversationDataset:
             )
             for shard in self.shards
         ]
-        return shards, self._format.fingerprint
+        return shards, self._format.fingerprint, self._decodes
 
     def _measure(self, items: Ids) -> Found:
-        """Loads of some items; their texts are tokenised together."""
+        """Loads of some items, and the states of their files behind them; their texts are tokenised together."""
         found = [self._prepared(item) for item in items.tolist()]
         encoded = iter(encode(self.tokenizer, [entry.rendered for entry in found if isinstance(entry, Prepared)]))
-        return [entry if isinstance(entry, Problem) else _loads(entry, next(encoded)) for entry in found]
+        return [
+            entry if isinstance(entry, Problem) else (*_loads(entry, next(encoded)), self._state_of(entry))
+            for entry in found
+        ]
+
+    def _state_of(self, prepared: Prepared) -> int:
+        return state_of(prepared.files) if self._decodes else 0
 
     def _prepared(self, item: int) -> Prepared | Problem:
         shard, place = self._all.locate(item)
         row = shard.rows[place]
-        return _or_problem(row, lambda: _prepare(row, shard, self._format))
+
+        def work() -> Prepared:
+            prepared = _prepare(row, shard, self._format)
+            if self._decodes and self._state_of(prepared) not in self._decoded:
+                self._format.check_decodes(prepared)
+            return prepared
+
+        return _or_problem(row, work)
 
     def row_of(self, index: int) -> Row:
         """Where a sample stands, and its record unread."""
@@ -229,6 +282,7 @@ def open_dataset(
     min_tiles: int | None = None,
     max_image_pixels: int = MOST_PIXELS,
     broken: Broken = "error",
+    decode: bool | None = None,
     processes: int | None = None,
     cache: str | Path | None = None,
     measured: bool = False,
@@ -246,7 +300,9 @@ def open_dataset(
             model's folder says by default. A dataset's own ``max_dynamic_patch`` in a meta file goes first.
         min_tiles: Fewest tiles of an image; what the model's folder says by default.
         max_image_pixels: The most pixels of an image file; one that has more counts as broken.
-        processes: Most processes that read headers and count tokens; by default one per core, at most 32.
+        decode: Whether images, videos and sounds are decoded when lengths are measured, so that all broken ones are
+            known before training; by default if there are at most 5,000 items.
+        processes: Most processes that read files and count tokens; by default one per core, at most 32.
         cache: Folder that keeps lengths for the next run.
         measured: Whether another process of the run has just written the lengths into ``cache``.
         each_once: Whether every item is one sample, whatever a meta file repeats: mixtures draw it as often as they
@@ -259,7 +315,18 @@ def open_dataset(
     shards = open_shards(paths, image_folder=image_folder, index=index)
     if each_once:
         shards = [replace(shard, num_samples=len(shard.rows), repeated=shard.num_samples) for shard in shards]
-    return ConversationDataset(shards, model_format, broken=broken, processes=processes, cache=cache, measured=measured)
+    return ConversationDataset(
+        shards, model_format, broken=broken, decode=decode, processes=processes, cache=cache, measured=measured
+    )
+
+
+class LeftOut:
+    """How many samples of a stream, all its parts and copies, this process has left out."""
+
+    count = 0
+
+    def __deepcopy__(self, _memo: Any) -> "LeftOut":
+        return self
 
 
 class ConversationStream:
@@ -270,6 +337,7 @@ class ConversationStream:
     ) -> None:
         self._file, self._format, self._broken, self._workers = file, model_format, broken, workers
         self._share = share  # (rank, ranks): of n ranks each reads every n-th row
+        self.left_out = LeftOut()
         self._begins = self._place = Place()
 
     @property
@@ -279,9 +347,11 @@ class ConversationStream:
 
     def part(self, rank: int, num_ranks: int) -> "ConversationStream":
         """Every ``num_ranks``-th row; the others are not parsed."""
-        return ConversationStream(
+        part = ConversationStream(
             self._file, self._format, broken=self._broken, workers=self._workers, share=(rank, num_ranks)
         )
+        part.left_out = self.left_out
+        return part
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         rows = _Samples(self._file, self._format, self._share, self._begins)
@@ -296,6 +366,7 @@ class ConversationStream:
             if isinstance(found, Problem) and self._broken == "error":
                 raise DataError(str(found))
             if isinstance(found, Problem):
+                self.left_out.count += 1
                 LOG.warning("A sample is left out: %s", found)
             else:  # copied, since what another process has sent keeps a file open for each tensor
                 yield {name: None if value is None else value.clone() for name, value in found.items()}

@@ -3,9 +3,9 @@
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BytesIO
+from io import SEEK_CUR, BytesIO
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,15 +21,45 @@ PHOTOMETRIC, WHITE_IS_ZERO = 262, 0
 IN_16_BITS: Final = ("PNG", "PPM")
 MOST_PIXELS: Final = 89_478_485
 """Pillow's own limit, behind which it warns of decompression bombs: 256 MiB decoded."""
+PNG_START: Final = b"\x89PNG\r\n\x1a\n"
+PNG_NOTES: Final = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
+"""Chunks of a PNG that may say how it is turned."""
 
 
 def image_size(image: Path | bytes, most_pixels: int = MOST_PIXELS) -> tuple[int, int]:
     """Width and height in pixels as a viewer shows the image, a file or its content, without decoding it."""
     with _opened(image, most_pixels) as opened:
         width, height = opened.size
-        # A TIFF's size is upright already. The base class is asked because a PNG's own method decodes the image.
-        turned = opened.format != "TIFF" and Image.Image.getexif(opened).get(ORIENTATION) in SIDEWAYS
+        # A TIFF's size is upright already.
+        turned = opened.format != "TIFF" and _exif_of(opened).get(ORIENTATION) in SIDEWAYS
     return (height, width) if turned else (width, height)
+
+
+def _exif_of(opened: Any) -> Image.Exif:
+    """What an image's metadata say once it is decoded, without decoding it."""
+    notes = _notes_of_png(opened.fp) if opened.format == "PNG" else None
+    # The base class is asked because a PNG's own method decodes the image to come to what stands behind its pixels.
+    if notes is None:
+        return Image.Image.getexif(opened)
+    with Image.open(notes) as without_pixels:
+        return Image.Image.getexif(without_pixels)
+
+
+def _notes_of_png(file: IO[bytes]) -> BytesIO | None:
+    """A PNG without pixels, its metadata in front of where they were; None if nothing stands behind the pixels."""
+    place = file.tell()
+    file.seek(0)
+    kept, is_behind, notes_behind = [file.read(len(PNG_START))], False, False
+    while len(head := file.read(8)) == 8 and (kind := head[4:]) != b"IEND":
+        length = int.from_bytes(head[:4])
+        is_behind |= kind == b"IDAT"
+        notes_behind |= is_behind and kind in PNG_NOTES
+        if kind == b"IHDR" or kind in PNG_NOTES:
+            kept.append(head + file.read(length + 4))  # with its checksum
+        else:
+            file.seek(length + 4, SEEK_CUR)
+    file.seek(place)
+    return BytesIO(b"".join([*kept, bytes(4), b"IDAT"])) if notes_behind else None
 
 
 def load_image(image: Path | bytes, most_pixels: int = MOST_PIXELS) -> Image.Image:
@@ -70,6 +100,8 @@ class RefusedError(ValueError):
 def _opened(image: Path | bytes, most_pixels: int) -> Iterator[Image.Image]:
     """An image; whatever is wrong with it, here or where it is used, is a ``ValueError`` that names it."""
     stage, name = "readable", named(image)
+    if Image.MAX_IMAGE_PIXELS is not None and most_pixels > Image.MAX_IMAGE_PIXELS:
+        Image.MAX_IMAGE_PIXELS = most_pixels  # or Pillow would warn of what the user allows, and refuse twice as much
     try:
         # A pipe that nobody writes to would be waited for without end.
         if isinstance(image, Path) and not stat.S_ISREG(image.stat().st_mode):
@@ -78,14 +110,13 @@ def _opened(image: Path | bytes, most_pixels: int) -> Iterator[Image.Image]:
         # where they are turned.
         with BytesIO(image) if isinstance(image, bytes) else image.open("rb") as file, Image.open(file) as opened:
             if opened.width * opened.height > most_pixels:
-                raise RefusedError(
-                    f"image must have at most {most_pixels:,} pixels, got {opened.width:,} x {opened.height:,} in "
-                    f"{name}; omnibal.data.max_image_pixels says how many"
-                )
+                raise _too_large(most_pixels, f"{opened.width:,} x {opened.height:,}", name)
             stage = "decodable"
             yield opened
     except (RefusedError, MemoryError):
         raise
+    except Image.DecompressionBombError as error:
+        raise _too_large(most_pixels, said(error), name) from error
     except FileNotFoundError as error:
         raise ValueError(f"image must exist, got {name}") from error
     except UnidentifiedImageError as error:
@@ -94,3 +125,10 @@ def _opened(image: Path | bytes, most_pixels: int) -> Iterator[Image.Image]:
         raise ValueError(f"image must be {stage}, got {name} ({error.strerror or said(error)})") from error
     except Exception as error:  # decoders fail in any way that damaged bytes lead them to
         raise ValueError(f"image must be {stage}, got {name} ({said(error)})") from error
+
+
+def _too_large(most_pixels: int, size: str, name: str) -> RefusedError:
+    return RefusedError(
+        f"image must have at most {most_pixels:,} pixels, got {size} in {name}; "
+        "omnibal.data.max_image_pixels says how many"
+    )

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,13 +23,15 @@ from omnibal.errors import DataError, said
 from omnibal.formats.files import Problem
 from omnibal.records import load_json
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Changes with the rules by which lengths are measured."""
 PROBLEMS_FILE: Final = "problems.json"
 BLOCK_ITEMS: Final = 1 << 17
 CHUNK_ITEMS: Final = 256
 ITEMS_WORTH_A_PROCESS: Final = 4096
 """Starting a process costs about as much as measuring this many items."""
+DECODED_WORTH_A_PROCESS: Final = 64
+"""Of items whose files are decoded."""
 MOST_PROCESSES: Final = 32
 """More would wait for the file system, and take as many copies of a tokenizer's caches."""
 SHOWN: Final = 10
@@ -96,13 +98,57 @@ class LengthsCache:
         shutil.rmtree(self.unfinished, ignore_errors=True)
 
 
+class DecodedFiles:
+    """Files that were decoded without a fault, by the states (`state_of`) of the items that hold them."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.states: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        try:
+            if path is not None and path.is_file():
+                self.states = np.load(path)
+        except Exception as error:  # a file of ours that is damaged may hold anything
+            logger.warning("Files are decoded anew, because %s cannot be read: %s", path, said(error))
+
+    def __contains__(self, state: int) -> bool:
+        place = int(np.searchsorted(self.states, state))
+        return place < len(self.states) and int(self.states[place]) == state
+
+    def add(self, states: npt.NDArray[np.int64]) -> None:
+        """Note and keep the states of items that were decoded."""
+        self.states = np.union1d(self.states, states)
+        if self._path is not None:
+            _save_array(self._path, self.states)
+
+
+def state_of(files: Iterable[Path | bytes]) -> int:
+    """A number that changes with paths, sizes and times of change of files, and with contents within the data."""
+    digest = hashlib.blake2b(digest_size=7)
+    for file in files:
+        if isinstance(file, bytes):
+            digest.update(file)
+        else:
+            state = file.stat()
+            digest.update(f"{file}:{state.st_size}:{state.st_mtime_ns};".encode(errors="surrogateescape"))
+    return int.from_bytes(digest.digest())
+
+
 def survey(
-    measure: Measure, items: Items, columns: int, *, processes: int | None = None, folder: Path | None = None
+    measure: Measure,
+    items: Items,
+    columns: int,
+    *,
+    processes: int | None = None,
+    folder: Path | None = None,
+    decodes: bool = False,
 ) -> Survey:
     """Measure items block by block, in their order, with a progress bar.
 
-    ``measure`` gives each item of a chunk its loads or its problem, in forked processes where that is worth it.
+    ``measure`` gives each item of a chunk its loads or its problem, in forked processes where that is worth it: earlier
+    where it ``decodes`` files.
     """
+    worth = DECODED_WORTH_A_PROCESS if decodes else ITEMS_WORTH_A_PROCESS
+    kind = "decoding" if decodes else "lengths"
     # A block is measured chunk by chunk and kept as a whole in ``folder`` until the lengths are saved: an interrupted
     # pass goes on with its first missing block. A block with problems is not kept: users may mend them before the next
     # try.
@@ -111,11 +157,11 @@ def survey(
     nothing, loads, problems = (0,) * columns, list[npt.NDArray[np.int64]](), list[Problem]()
     usable = np.ones(len(items), dtype=np.bool_)
     for number, block in enumerate(blocks):
-        file = None if folder is None or len(blocks) == 1 else folder / f"{number}.npz"
+        file = None if folder is None or len(blocks) == 1 else folder / f"{number}.npy"
         kept = None if file is None else _kept(file, (len(block), columns))
         if kept is None:
-            name = "lengths" if len(blocks) == 1 else f"lengths, part {number + 1} of {len(blocks)}"
-            found = _measured(measure, block, min(most, len(block) // ITEMS_WORTH_A_PROCESS + 1), name)
+            name = kind if len(blocks) == 1 else f"{kind}, part {number + 1} of {len(blocks)}"
+            found = _measured(measure, block, min(most, len(block) // worth + 1), name, worth)
             broken = [entry for entry in found if isinstance(entry, Problem)]
             kept = np.array([nothing if isinstance(entry, Problem) else entry for entry in found], dtype=np.int64)
             kept = kept.reshape(-1, columns)
@@ -123,15 +169,15 @@ def survey(
             usable[first : first + len(block)] = [not isinstance(entry, Problem) for entry in found]
             problems += broken
             if file is not None and not broken:
-                _keep(file, kept)
+                _save_array(file, kept)
         loads.append(kept)
     return Survey(np.concatenate(loads), usable, tuple(problems))
 
 
-def _measured(measure: Measure, items: Items, workers: int, name: str) -> Found:
+def _measured(measure: Measure, items: Items, workers: int, name: str, worth: int) -> Found:
     found: Found = []
-    chunks = np.array_split(items, max(1, -(-len(items) // CHUNK_ITEMS)))
-    with tqdm(total=len(items), desc=name, unit=" items", disable=len(items) < ITEMS_WORTH_A_PROCESS) as bar:
+    chunks = np.array_split(items, max(1, -(-len(items) // min(CHUNK_ITEMS, -(-worth // 4)))))
+    with tqdm(total=len(items), desc=name, unit=" items", disable=len(items) < worth) as bar:
         for part in _run(measure, chunks, workers):
             found += part
             bar.update(len(part))
@@ -161,12 +207,12 @@ def _measure_chunk(chunk: Items) -> Found:
     return _measure(chunk)
 
 
-def _keep(path: Path, loads: npt.NDArray[np.int64]) -> None:
+def _save_array(path: Path, array: npt.NDArray[np.int64]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             fresh = Path(scratch) / path.name
-            np.savez(fresh, loads=loads)
+            np.save(fresh, array)
             fresh.replace(path)
     except OSError as error:  # another process of the run was faster and has removed the folder
         logger.info("A part of the lengths is not kept: %s", error)
@@ -177,7 +223,7 @@ def _kept(path: Path, shape: tuple[int, int]) -> npt.NDArray[np.int64] | None:
     if not path.is_file():
         return None
     try:
-        loads: npt.NDArray[np.int64] = np.load(path)["loads"]
+        loads: npt.NDArray[np.int64] = np.load(path)
     except Exception as error:  # a file of ours that is damaged may hold anything
         logger.warning("A part of the lengths is measured anew, because it cannot be read: %s", said(error))
         return None

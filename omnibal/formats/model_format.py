@@ -67,6 +67,8 @@ class Prepared:
     images: tuple[Picture, ...]
     loads: tuple[ImageLoad, ...]
     max_tiles: int | None
+    sizes: tuple[Size, ...]  # of each image, by its header
+    files: tuple[Picture, ...]  # of images, videos and sounds
     videos: Clips = NO_CLIPS
     sounds: Clips = NO_CLIPS
 
@@ -166,9 +168,10 @@ class ModelFormat:
     def prepare(self, conversation: Conversation, max_tiles: int | None = None) -> Prepared:
         """Read the headers of a conversation's files, and render its text, or raise a ``ValueError``."""
         self.refuse_image_tokens(conversation)
-        sizes = [image_size(image, self.max_image_pixels) for image in conversation.images]
+        sizes = tuple(image_size(image, self.max_image_pixels) for image in conversation.images)
+        loads = self.image_loads(sizes, max_tiles)
         prepared = Prepared(
-            self.render(conversation), conversation.images, self.image_loads(sizes, max_tiles), max_tiles
+            self.render(conversation), conversation.images, loads, max_tiles, sizes, tuple(conversation.files)
         )
         if conversation.sounds:
             heard = tuple(map(sound_header, conversation.sounds))
@@ -177,10 +180,9 @@ class ModelFormat:
         if not conversation.videos:
             return prepared
         headers = tuple(video_header(video, self.max_image_pixels) for video in conversation.videos)
-        loads = tuple(map(self.videos.rule, headers))
-        texts = [self.videos.text(load) for load in loads]
-        rendered = prepared.rendered.replaced(self.videos.token, texts)
-        return replace(prepared, rendered=rendered, videos=Clips(conversation.videos, headers, loads))
+        clips = Clips(conversation.videos, headers, tuple(map(self.videos.rule, headers)))
+        texts = [self.videos.text(load) for load in clips.loads]
+        return replace(prepared, rendered=prepared.rendered.replaced(self.videos.token, texts), videos=clips)
 
     def sample(self, prepared: Prepared, *, with_pixels: bool) -> dict[str, Any]:
         """A sample for training.
@@ -203,11 +205,23 @@ class ModelFormat:
             text |= self.sounds.features(prepared.sounds.files, prepared.sounds.headers)
         if not prepared.images or not with_pixels:
             return {**text, "pixel_values": None}
-        images = [load_image(image, self.max_image_pixels) for image in prepared.images]
-        if self.image_loads([image.size for image in images], prepared.max_tiles) != prepared.loads:
-            names = ", ".join(map(named, prepared.images))
-            raise ValueError(f"images must decode to the sizes of their headers, got others: {names}")
+        images = [self._decoded(*facts) for facts in zip(prepared.images, prepared.sizes, strict=True)]
         return {**text, **self.pixels(images, prepared.max_tiles)}
+
+    def check_decodes(self, prepared: Prepared) -> None:
+        """Decode all that `sample` would; a ``ValueError`` where a file is not as its header says."""
+        for image, size in zip(prepared.images, prepared.sizes, strict=True):
+            self._decoded(image, size)
+        for facts in zip(*prepared.videos, strict=True):
+            self.videos.decoded(*facts)
+        for sound, header in zip(prepared.sounds.files, prepared.sounds.headers, strict=True):
+            self.sounds.decoded(sound, header)
+
+    def _decoded(self, image: Picture, size: Size) -> Image.Image:
+        decoded = load_image(image, self.max_image_pixels)
+        if decoded.size != size:
+            raise ValueError(f"image must decode to the size that its header says, got another: {named(image)}")
+        return decoded
 
     def refuse_image_tokens(self, conversation: Conversation) -> None:
         """Raise a ``ValueError`` where a text holds the token that stands for images, videos or sounds."""

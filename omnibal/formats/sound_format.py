@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from omnibal.families.base import SoundHeader, SoundRule
@@ -24,12 +26,17 @@ class SoundFormat:
         ``input_features`` (sounds, mel bins, frames) float32 and ``feature_attention_mask`` (sounds, frames) int32,
         padded to the longest sound that the extractor knows.
         """
-        rate = self._extractor.sampling_rate
-        samples = [load_sound(sound, rate) for sound in sounds]
-        for sound, header, decoded in zip(sounds, headers, samples, strict=True):
-            if len(decoded) != resampled(header, rate):
-                raise ValueError(f"sound must decode to the length that its header says, got another: {named(sound)}")
+        samples = [self.decoded(sound, header) for sound, header in zip(sounds, headers, strict=True)]
         made = self._extractor(
-            samples, sampling_rate=rate, padding="max_length", return_attention_mask=True, return_tensors="pt"
-        )
+            samples, sampling_rate=self._extractor.sampling_rate, padding="max_length", return_attention_mask=True,
+            return_tensors="pt",
+        )  # fmt: skip
         return {"input_features": made["input_features"], "feature_attention_mask": made["attention_mask"]}
+
+    def decoded(self, sound: Picture, header: SoundHeader) -> npt.NDArray[np.float32]:
+        """A sound's samples at the model's rate; a ``ValueError`` where they are not those that its header says."""
+        rate = self._extractor.sampling_rate
+        samples = load_sound(sound, rate)
+        if len(samples) != resampled(header, rate):
+            raise ValueError(f"sound must decode to the length that its header says, got another: {named(sound)}")
+        return samples

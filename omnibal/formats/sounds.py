@@ -1,5 +1,7 @@
 """Sound files: samples and rate from the header alone, and the samples of one channel at the model's rate."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from math import gcd
 from pathlib import Path
@@ -35,15 +37,20 @@ def load_sound(sound: Path | bytes, rate: int) -> npt.NDArray[np.float32]:
     return np.asarray(resample_poly(samples, rate // common, given // common), dtype=np.float32)
 
 
-def _opened(sound: Path | bytes) -> Any:
-    """A sound that is open; whatever is wrong with it is a ``ValueError`` that names it."""
+@contextmanager
+def _opened(sound: Path | bytes) -> Iterator[Any]:
+    """A sound that is open; whatever is wrong with it, here or where it is used, is a ``ValueError`` that names it."""
     require("soundfile")
     import soundfile
 
-    name = named(sound).replace("image", "sound")
+    rule, name = "have a readable header", named(sound)
+    if isinstance(sound, Path) and not sound.is_file():
+        raise ValueError(f"sound must exist, got {name}")
     try:
-        if isinstance(sound, Path) and not sound.is_file():
-            raise ValueError(f"sound must exist, got {name}")
-        return soundfile.SoundFile(BytesIO(sound) if isinstance(sound, bytes) else str(sound))
-    except (soundfile.SoundFileError, OSError) as error:
-        raise ValueError(f"sound must have a readable header, got {name} ({said(error)})") from error
+        with soundfile.SoundFile(BytesIO(sound) if isinstance(sound, bytes) else str(sound)) as opened:
+            rule = "be decodable"
+            yield opened
+    except MemoryError:
+        raise
+    except Exception as error:  # decoders fail in any way that damaged bytes lead them to
+        raise ValueError(f"sound must {rule}, got {name} ({said(error)})") from error

@@ -73,11 +73,16 @@ class VideoFormat:
             fields["second_per_grid_ts"] = torch.tensor([self._settings["temporal_patch_size"] / r for r in rates])
         return fields
 
-    def _patches(self, video: Video, header: VideoHeader, load: VideoLoad) -> Tensor:
-        settings, (slices, rows, columns) = self._settings, load.grid
+    def decoded(self, video: Video, header: VideoHeader, load: VideoLoad) -> list[Image.Image]:
+        """The frames that the model reads of a video; a ``ValueError`` where they are not as its header says."""
         frames = load_frames(video, load.numbers)
         if {frame.size for frame in frames} != {(header.width, header.height)}:
             raise ValueError(f"video must decode to the size that its header says, got another: {name_of(video)}")
+        return frames
+
+    def _patches(self, video: Video, header: VideoHeader, load: VideoLoad) -> Tensor:
+        settings, (slices, rows, columns) = self._settings, load.grid
+        frames = self.decoded(video, header, load)
         side, merge, depth = (settings[key] for key in ("patch_size", "merge_size", "temporal_patch_size"))
         frames += frames[-1:] * (slices * depth - len(frames))
         size, resample = (columns * side, rows * side), Image.Resampling(settings["resample"])

@@ -65,6 +65,8 @@ class StepRecord(TypedDict):
     """For each source of a mixture the share that was asked for, and the one that the step holds."""
     oversized: NotRequired[dict[Oversized, Count]]
     """What becomes of a stream's samples over a limit, and how many of them the run has met so far."""
+    left_out: NotRequired[Count]
+    """Samples that were left out of the step, as they cannot be read."""
 
 
 class EvaluationRecord(TypedDict):
@@ -240,6 +242,8 @@ def training_rows(metrics: Metrics) -> dict[str, str]:
         if count:
             what = "left out" if fate == "drop" else "each in a pack of its own"
             rows["over the limits"] = f"{count:,} samples, {what}"
+    if left_out := sum(record.get("left_out", 0) for record in metrics.steps):
+        rows["left out"] = f"{left_out:,} times a sample that cannot be read; the log names each"
     if metrics.evaluations:
         result = metrics.evaluations[-1]
         rows["held-out answers right"] = f"{result['held_out_accuracy']:.1%} of {result['held_out_samples']:,}"

@@ -15,6 +15,8 @@ from omnibal.train import train
 from tests.engine.cases import SmallDataset, _refusal, changed, weights_of
 from tests.engine.going_on import PoisonedDataset
 
+UNREADABLE = [(2, 5), (5, 12)]
+"""Numbers of samples that each rank cannot read."""
 initialize_file = sys.modules[initialize.__module__]  # the package's attribute of that name is the function
 
 
@@ -91,9 +93,41 @@ def dies_while_saving(config, rank, folder):
     engine.save_checkpoint(folder, "again")
 
 
-def refused(config):
-    """What this rank hears of a step that is not finite, and of ranks that differ."""
-    return refuses_what_is_not_finite(config), refuses_what_differs(config)
+def refused(config, skipping):
+    """What this rank hears of a step that is not finite, and of ranks that differ; what it leaves out."""
+    return refuses_what_is_not_finite(config), refuses_what_differs(config), [*map(leaves_out, skipping)]
+
+
+class Unreadable(SmallDataset):
+    """The small samples; on each rank others of `UNREADABLE` cannot be read."""
+
+    def __getitem__(self, index):
+        self._check(index)
+        return super().__getitem__(index)
+
+    def text(self, index):
+        self._check(index)
+        return super().text(index)
+
+    def _check(self, index):
+        if index in UNREADABLE[dist.get_rank()]:
+            raise OSError(f"no picture {index}")
+
+
+def leaves_out(config):
+    """An epoch of samples of which some cannot be read, its held-out loss, and a dataset that cannot be read at all."""
+    engine, _, loader, _ = initialize(config=config, dataset=Unreadable())
+    steps = []
+    for _ in range(loader.steps_per_epoch):
+        loss = engine.train_batch().item()
+        packs = loader.feed.sampler.step(engine.last_step.index).packs
+        steps.append((loss, packs.samples.tolist(), engine.last_step))
+    left_out = dict(loader.left_out)
+    evaluation = engine.evaluate(engine.held_out_loader(Unreadable()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "UNREADABLE", [range(32)] * 2)
+        said = _refusal(engine.train_batch)
+    return steps, left_out, evaluation, said
 
 
 def refuses_what_is_not_finite(config):

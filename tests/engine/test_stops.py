@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import InternVLForConditionalGeneration
 
 from tests.engine.cases import changed, settings
 from tests.engine.launch import how_all_end, launch
-from tests.engine.small import save_small_model
+from tests.engine.small import plain_results, save_small_model, small_samples
 
 pytestmark = pytest.mark.distributed
 
@@ -63,8 +64,48 @@ def test_a_rank_that_dies_while_it_saves_leaves_the_checkpoint_before(config, tm
     assert not (Path(tmp_path) / "again").exists()
 
 
-def test_what_is_not_finite_and_what_differs(config):
-    for not_finite, differing in launch(2, "tests.engine.stops:refused", config):
+@pytest.fixture(scope="module")
+def skipping(tmp_path_factory):
+    """Two stages, two tensor ranks and two replicas that leave out what cannot be read, and whose weights stay."""
+    folder = tmp_path_factory.mktemp("plain")
+    save_small_model(folder)
+    staged = changed(settings(folder, num_stages=2), "data", broken="skip")
+    staged["optimizer"] = {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0, "torch_adam": True}}
+    del staged["scheduler"]
+    alone = changed(staged, "pipeline", num_stages=1)
+    return folder, [staged, changed(alone, "pipeline", num_tensor=2), alone]
+
+
+@pytest.fixture(scope="module")
+def refused(config, skipping):
+    return launch(2, "tests.engine.stops:refused", config, skipping[1])
+
+
+def test_samples_that_a_rank_cannot_read_are_left_out_on_all_and_the_rest_of_their_packs_is_trained(refused, skipping):
+    model = InternVLForConditionalGeneration.from_pretrained(skipping[0], attn_implementation="sdpa")
+    samples, named = small_samples() * 4, {2: "no picture 2", 5: "no picture 5", 12: "no picture 12"}
+    for _, _, runs in refused:
+        for number, (steps, left_out, evaluation, said) in enumerate(runs):
+            # A replica meets only what it reads itself.
+            expected = named if number < 2 else left_out
+            assert left_out == expected and 5 in left_out and left_out.items() <= named.items()
+            whole = 0
+            for loss, packs, step in steps:
+                rest = [sample for sample in packs if sample not in left_out]
+                whole += len(packs)
+                assert step.num_samples == len(rest) and step.left_out == len(packs) - len(rest)
+                assert step.llm_tokens == sum(len(samples[sample]["input_ids"]) for sample in rest)
+                assert loss == pytest.approx(plain_results(model, [samples[sample] for sample in rest])[0], rel=1e-5)
+            assert whole == 32 and sum(step.left_out for *_, step in steps) == len(left_out)
+            assert evaluation.samples == 29 or number == 2
+            assert re.search(
+                r"a step must have a sample that can be read, got none of \d+: sample \d+, no picture", said
+            )
+    assert all(runs[number][1] == refused[0][2][number][1] for _, _, runs in refused for number in range(3))
+
+
+def test_what_is_not_finite_and_what_differs(refused):
+    for not_finite, differing, _ in refused:
         found = re.match(
             r"loss and gradients must be finite, got others in step \d+ \(loss nan, samples ([\d, ]+)\); the step is "
             r"skipped, weights stay, and omnibal.run.not_finite is 'error'",

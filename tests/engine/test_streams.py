@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,7 +51,10 @@ def by_rank(model, tmp_path_factory):
     plain = changed(plain, "run", max_steps=3) | {"optimizer": SGD, "zero_allow_untested_optimizer": True}
     plain |= {"zero_optimization": {"stage": 0}, "gradient_clipping": 0.0}
     streamed = demo_config(tmp_path_factory.mktemp("demo"))
-    streamed = changed(streamed, "data", streaming=True, workers=1, mixture=SOURCES)
+    streamed = changed(streamed, "data", streaming=True, workers=1, mixture=SOURCES, broken="skip")
+    for source in SOURCES:  # a broken line for each replica
+        lines = Path(streamed["omnibal"]["data"]["train"]).parent / "train" / f"{source}.jsonl"
+        lines.write_text("{broken\n" * 2 + lines.read_text())
     streamed = changed(streamed, "run", max_steps=2, epochs=1, save_every=0, evaluate_every=0)
     streamed = changed(streamed, "pipeline", num_stages=2)
     folder = tmp_path_factory.mktemp("checkpoints")
@@ -183,6 +187,8 @@ def test_json_lines_are_trained_as_they_are_read(by_rank):
         for record in records:  # what the report draws
             assert {name: asked for name, (asked, _) in record["shares"].items()} == pytest.approx(SOURCES)
             assert sum(held for _, held in record["shares"].values()) == pytest.approx(1)
+        left_out = sum(record["left_out"] for record in records)  # in each pass over a source
+        assert left_out > 0 == left_out % (2 * len(SOURCES))
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ def test_text_is_the_sample_without_pixels_and_decodes_no_image(write_dataset, m
 
 def test_lengths_are_those_of_the_samples_and_decode_no_image(write_dataset, model_folder, monkeypatch):
     write_dataset([ONE, NONE, TWO], "a")
-    dataset = open_dataset(write_dataset([NONE, ONE], "b", repeat_time=2), model_folder)
+    dataset = open_dataset(write_dataset([NONE, ONE], "b", repeat_time=2), model_folder, decode=False)
     items = [dataset[index] for index in range(len(dataset))]
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", None)
     lengths = dataset.lengths()
@@ -226,7 +226,7 @@ def test_pixels_that_cannot_be_decoded_are_named_when_they_are_read(write_datase
     meta = write_dataset([NONE, ONE])
     path = meta.parent / "images" / "shapes-0.png"
     path.write_bytes(path.read_bytes()[:200])
-    dataset = open_dataset(meta, model_folder)
+    dataset = open_dataset(meta, model_folder, decode=False)
     assert dataset.lengths().vision_units.tolist() == [0, 3]
     with pytest.raises(DataError, match=r"shapes\.jsonl, line 2: image must be decodable, got .*shapes-0\.png"):
         dataset[1]

@@ -105,8 +105,9 @@ def test_samples_over_the_limits_of_a_stream_are_counted(tmp_path):
     figures = {"epoch": 0, "learning_rate": 0.1, "seconds": 2.0, "samples": 8, "llm_tokens": 600, "balance": BALANCE}
     assert "over the limits" not in training_rows(read_metrics(path))
     for fate, words in (("drop", "1,200 samples, left out"), ("alone", "1,200 samples, each in a pack of its own")):
-        log.training_step(step=3, loss=2.0, oversized={fate: 1200}, **figures)
+        log.training_step(step=3, loss=2.0, oversized={fate: 1200}, left_out=2, **figures)
         assert training_rows(read_metrics(path))["over the limits"] == words
+    assert training_rows(read_metrics(path))["left out"] == "4 times a sample that cannot be read; the log names each"
 
 
 def test_shares_of_sources_that_change_and_have_odd_names_are_drawn(tmp_path, monkeypatch):
