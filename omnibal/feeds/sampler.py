@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Final, Unpack
+from typing import Annotated, Any, Final, Self, Unpack
+from warnings import warn
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
@@ -56,9 +57,11 @@ class _State(_Record):
 class BalancedBatchSampler:
     """Yields the sample indices of this rank's micro-batches, on all ranks equally many.
 
-    Pass it to a DataLoader as ``batch_sampler`` and call ``set_epoch`` before every epoch. All ranks must be given
-    equal arguments, ``rank`` aside: ``verify`` checks that they were. An empty list stands for a micro-batch without
-    a sample; it is possible in the last step only.
+    Pass it to a DataLoader as ``batch_sampler`` and call ``set_epoch`` before every epoch, unless the host does:
+    Lightning, Fabric, Accelerate and Trainer do. A second pass over an epoch without ``set_epoch`` warns. Every rank
+    has its own packs: a host must not deal them to its ranks again. All ranks must be given equal arguments, ``rank``
+    aside: ``verify`` checks that they were. An empty list stands for a micro-batch without a sample; it is possible in
+    the last step only.
 
     Under ``"balanced"`` all epochs have equally many steps, and a micro-batch is empty only where there are fewer
     samples than packs. Under ``"isf"`` and ``"random"`` every epoch has the steps that its packs fill: the length
@@ -120,6 +123,12 @@ class BalancedBatchSampler:
         self.steps_done = 0
         self._steps_yielded = 0
         self._exhausted = False
+        self._is_told, self._has_warned = True, False  # told: the host has asked for the pass that comes next
+
+    @property
+    def sampler(self) -> Self:
+        """The batch sampler itself: Lightning, Fabric and ignite tell the epoch to a batch sampler's sampler."""
+        return self
 
     @property
     def epoch(self) -> int:
@@ -176,6 +185,7 @@ class BalancedBatchSampler:
         return self._epochs.steps_of(integer("epoch", epoch, 0), self._ranks)
 
     def __iter__(self) -> Iterator[list[int]]:
+        self._warn_of_repetition()
         if self._exhausted:  # the same epoch once more, also where it was resumed in its middle
             self._go_to(self._epochs.begin(self.epoch, self._ranks, self._origin), steps_done=0)
         # A step counts as yielded with its last pack: a state in between begins the step anew.
@@ -183,8 +193,23 @@ class BalancedBatchSampler:
             for micro_batch in range(self.micro_batches):
                 if micro_batch == self.micro_batches - 1:
                     self._steps_yielded = step.index + 1
+                    self._is_told &= step.index + 1 < self._steps.last_step
                 yield step.pack(self.rank, micro_batch).tolist()
         self._exhausted = True
+
+    def _warn_of_repetition(self) -> None:
+        # The sampler does not count passes itself. A pass may be a second look at the same epoch, as of a loader that
+        # counts tokens first or of ignite, which lists an epoch's batches; it may be made on one rank alone, whose
+        # packs would no longer be those of the others' epoch; and a saved position must name the epoch that the host
+        # resumes. A repeated epoch loses no sample, so that a warning suffices.
+        if not self._is_told and not self._has_warned:
+            warn(
+                f"set_epoch must be called before every pass over the packs, got another pass over epoch {self.epoch} "
+                f"without it: its packs are the same once more; call batch_sampler.set_epoch({self.epoch + 1}) for the "
+                "next epoch",
+                stacklevel=3,
+            )
+            self._has_warned = True
 
     def steps(self) -> Iterator[StepPacks]:
         """The steps of the current epoch from ``steps_done`` on, with the packs of all ranks."""
@@ -209,12 +234,13 @@ class BalancedBatchSampler:
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; where it is the current one, stay where ``load_state_dict`` went."""
         epoch = integer("epoch", epoch, 0)
+        self._is_told = True
         if epoch != self.epoch:
             self._go_to(self._epochs.begin(epoch, self._ranks, self._origin), steps_done=0)
 
     def _go_to(self, steps: EpochSteps, *, steps_done: int) -> None:
         self._steps = steps
-        self._exhausted = False
+        self._exhausted, self._is_told = False, True
         self.steps_done = self._steps_yielded = steps_done
 
     def state_dict(self, steps_done: int | None = None) -> dict[str, Any]:
@@ -243,7 +269,9 @@ class BalancedBatchSampler:
 
         Where the ranks are the same, the steps are those that would have followed. Otherwise the epoch's remaining
         packs are dealt to the ranks there are now: no sample is lost or repeated, and ``epoch_steps`` says where the
-        epoch ends. Later epochs are arranged for the ranks there are now.
+        epoch ends. Later epochs are arranged for the ranks there are now. Fabric and Accelerate count epochs from 0
+        again in a new process: tell Accelerate's loader the epoch (``loader.set_epoch``), and iterate the DataLoader
+        itself under Fabric.
 
         Raises:
             ConfigError: The state was saved with another spec (lengths, limits, method, seed, …), or this version

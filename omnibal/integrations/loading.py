@@ -62,11 +62,6 @@ class PackSampler(BalancedBatchSampler):
                 packs = self.packs_of_all_ranks(self.steps_done + step)
             yield packs[self.rank * self.micro_batches + micro_batch]
 
-    @property
-    def sampler(self) -> "PackSampler":
-        """The batch sampler itself: Lightning tells the epoch to a batch sampler's sampler."""
-        return self
-
     def packs_of_all_ranks(self, step: int) -> list[Pack]:
         """The packs of a step of the current epoch, rank after rank, micro-batch after micro-batch."""
         packs = self.packs_of_step(step)

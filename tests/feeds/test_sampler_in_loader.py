@@ -92,3 +92,93 @@ def test_a_micro_batch_without_a_sample_reaches_the_collation_as_an_empty_list()
     few = SampleLengths([1], [10])
     ranks = [BalancedBatchSampler(few, PackLimits(9, 4096), num_replicas=2, rank=rank) for rank in range(2)]
     assert sorted(batch for own in ranks for batch in loader(own)) == [[], [0]]
+
+
+def run_lightning(batches, epochs):
+    lightning = pytest.importorskip("lightning")
+    torch = pytest.importorskip("torch")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.epochs = torch.nn.Parameter(torch.ones(())), [[] for _ in range(epochs)]
+
+        def training_step(self, batch, _):
+            self.epochs[self.current_epoch].append(batch)
+            return self.weight * 0
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 1e-3)
+
+    module, quiet = Module(), ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    trainer = lightning.Trainer(accelerator="cpu", devices=1, max_epochs=epochs, **dict.fromkeys(quiet, False))
+    trainer.fit(module, batches)
+    return module.epochs
+
+
+def run_fabric(batches, epochs):
+    fabric = pytest.importorskip("lightning").Fabric(accelerator="cpu", devices=1)
+    found = fabric.setup_dataloaders(batches)
+    return [list(found) for _ in range(epochs)]
+
+
+def run_accelerate(batches, epochs):
+    pytest.importorskip("accelerate")
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    try:
+        found = Accelerator(cpu=True).prepare(batches)
+        return [list(found) for _ in range(epochs)]
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)  # it is kept for the process
+
+
+def run_ignite(batches, epochs):
+    # As its distributed examples do where an epoch begins; ignite itself tells nobody.
+    found = []
+    for epoch in range(epochs):
+        batches.batch_sampler.sampler.set_epoch(epoch)
+        found.append(list(batches))
+    return found
+
+
+@pytest.mark.parametrize("run", [run_lightning, run_fabric, run_accelerate, run_ignite])
+def test_hosts_tell_a_batch_sampler_the_epoch(run, recwarn):
+    found = run(loader(sampler(num_replicas=1)), 3)
+    expected = sampler(num_replicas=1)
+    for epoch, batches in enumerate(found):
+        expected.set_epoch(epoch)
+        assert [[int(sample) for sample in batch] for batch in batches] == list(expected)
+    assert found[0] != found[1] != found[2]
+    assert not [warning for warning in recwarn if "set_epoch" in str(warning.message)]
+
+
+def test_a_pass_that_nobody_asked_for_repeats_the_epoch_and_warns_once():
+    own = sampler()
+    first = list(loader(own))
+    with pytest.warns(UserWarning, match=r"another pass over epoch 0 without it: .*set_epoch\(1\)") as warned:
+        assert list(loader(own)) == first
+        assert list(loader(own)) == first
+    assert len(warned) == 1
+    assert own.epoch == 0
+    counted = sampler()
+    batches = iter(counted)
+    for _ in range(len(counted)):  # a loop over steps, which never asks for a batch too many
+        next(batches)
+    with pytest.warns(UserWarning, match="another pass over epoch 0"):
+        assert list(counted) == first
+
+
+def test_a_pass_that_was_asked_for_warns_of_nothing(recwarn):
+    own = sampler()
+    whole = list(own)
+    own.set_epoch(0)  # the same epoch, on purpose
+    assert list(own) == whole
+    own.set_epoch(3)
+    list(own)
+    again = sampler()
+    again.load_state_dict(own.state_dict(4))
+    list(again)
+    next(iter(sampler()))  # a look at the first pack is no pass
+    assert not recwarn.list
