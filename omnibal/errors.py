@@ -3,12 +3,17 @@
 Messages follow one form: ``<name> must <rule>, got <value>[; <remedy>]``.
 """
 
+import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from numbers import Integral
 from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
+LOG: Final = logging.getLogger(__name__)
 
 # What setup.cfg's extras bring, by the names they are imported by.
 _EXTRAS: Final = {
@@ -124,6 +129,24 @@ def said(error: Exception) -> str:
     """
     text = shortened(" ".join(str(error).split()))
     return text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__}: {text}"
+
+
+@contextmanager
+def reporting(what: str) -> Iterator[None]:
+    """Log what fails inside, once, and go on: around all that only measures or reports, which may not end a run.
+
+    Nothing inside may communicate: one rank that leaves early would keep the others waiting. Ranks compute inside, and
+    meet outside.
+    """
+    try:
+        yield
+    except Exception as error:  # whatever it is, training does not need it
+        _warn_once(f"{what} failed, and the run goes on without: {said(error)}")
+
+
+@cache
+def _warn_once(text: str) -> None:
+    LOG.warning(text)
 
 
 def bytes_in_words(size: int) -> str:

@@ -31,6 +31,7 @@ import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from rich.console import Console
+from torch import Tensor
 from tqdm import tqdm
 
 from omnibal.config import RunSection, keys_of_plan, micro_batches_of
@@ -42,11 +43,11 @@ from omnibal.engine.loader import Loader, VlmDataset
 from omnibal.engine.samples import open_together
 from omnibal.engine.saved_files import latest_checkpoint
 from omnibal.engine.stage_times import StageTimes
-from omnibal.errors import ConfigError, OmnibalError
+from omnibal.errors import ConfigError, OmnibalError, reporting
 from omnibal.families.base import trained_in_words
 from omnibal.feeds.feed import Step
 from omnibal.plan import Plan
-from omnibal.profile.calibration import STEPS, WARM_UP
+from omnibal.profile.calibration import STEPS, WARM_UP, TimedPass, calibrate
 from omnibal.profile.counted import analytic_profile, device_to_count
 from omnibal.ranks import any_rank, rank_zero_first, rank_zero_only, run_on_all_ranks
 from omnibal.report.training import MetricsLog, peak_text, plot_training, read_metrics, run_table, training_table
@@ -231,8 +232,9 @@ def _begin(engine: OmnibalEngine, workspace: Workspace) -> MetricsLog | None:
         files.run_plan.unlink(missing_ok=True)
     else:
         named.save(files.run_plan)
-    data = engine.loader.summary() | {"parameters trained": trained_in_words(engine.resolved.trained)}
-    Console(markup=False).print(run_table(engine.plan, engine.module.vlm.records, data))
+    with reporting("the table of the plan"):
+        data = engine.loader.summary() | {"parameters trained": trained_in_words(engine.resolved.trained)}
+        Console(markup=False).print(run_table(engine.plan, engine.module.vlm.records, data))
     return MetricsLog(files.metrics, first_step=engine.global_steps, device=device_name(engine.device))
 
 
@@ -268,37 +270,20 @@ def _steps(
         started, done = perf_counter(), engine.global_steps - first_step
         if done == WARM_UP and engine.resolved.layout.encoder is None:
             engine.stage_times = StageTimes(engine.device, engine.plan.partition.layers(engine.stage_id))
-        if engine.global_steps == second_step:
-            batch_loss, peaks = engine.measured_batch()
-            if log is not None:
-                bar.write(peak_text(peaks.step, peaks.overhead, engine.plan))
-        else:
-            batch_loss = engine.train_batch()
+        is_second = engine.global_steps == second_step
+        batch_loss = _measured_batch(engine, log, bar) if is_second else engine.train_batch()
         loss, step = batch_loss.item(), engine.last_step
         assert step is not None, "train_batch sets it"
         if engine.stage_times is not None:
             timed.append((step, perf_counter() - started - engine.data_seconds))
         if log is not None:
-            bar.set_postfix_str(
-                log.training_step(
-                    step=engine.global_steps,
-                    epoch=step.epoch,
-                    loss=loss,
-                    learning_rate=engine.get_lr()[0],
-                    seconds=perf_counter() - started,
-                    data_seconds=engine.data_seconds,
-                    samples=step.num_samples,
-                    llm_tokens=step.llm_tokens,
-                    balance=step.balance(),
-                    shares=dict(step.shares),
-                    oversized=dict(step.oversized),
-                    left_out=step.left_out,
-                ),
-                refresh=False,
-            )
-            bar.update()
+            with reporting("the line about a step"):
+                _log_step(engine, log, bar, loss, perf_counter() - started)
         if engine.stage_times is not None and done + 1 == STEPS:
-            _calibrate(engine, timed, log, bar)
+            passes, engine.stage_times = engine.stage_times.gathered(), None
+            if log is not None:
+                with reporting("calibration of counted costs"):
+                    _calibrate(engine, passes, timed, log, bar)
         is_last = engine.global_steps == last_step
         ends = any_rank(request.signal is not None, engine.device) and not is_last
         if is_last or ends or _due(engine.global_steps, run.save_every):
@@ -317,7 +302,38 @@ def _steps(
     return True
 
 
-def _calibrate(engine: OmnibalEngine, timed: list[tuple[Step, float]], log: MetricsLog | None, bar: tqdm) -> None:
+def _measured_batch(engine: OmnibalEngine, log: MetricsLog | None, bar: tqdm) -> Tensor:
+    loss, peaks = engine.measured_batch()
+    if log is not None:
+        with reporting("the line about memory"):
+            bar.write(peak_text(peaks.step, peaks.overhead, engine.plan))
+    return loss
+
+
+def _log_step(engine: OmnibalEngine, log: MetricsLog, bar: tqdm, loss: float, seconds: float) -> None:
+    step = engine.last_step
+    assert step is not None, "train_batch sets it"
+    text = log.training_step(
+        step=engine.global_steps,
+        epoch=step.epoch,
+        loss=loss,
+        learning_rate=engine.get_lr()[0],
+        seconds=seconds,
+        data_seconds=engine.data_seconds,
+        samples=step.num_samples,
+        llm_tokens=step.llm_tokens,
+        balance=step.balance(),
+        shares=dict(step.shares),
+        oversized=dict(step.oversized),
+        left_out=step.left_out,
+    )
+    bar.set_postfix_str(text, refresh=False)
+    bar.update()
+
+
+def _calibrate(
+    engine: OmnibalEngine, passes: list[TimedPass], timed: list[tuple[Step, float]], log: MetricsLog, bar: tqdm
+) -> None:
     """Correct counted costs by the steps that were timed, log them, and say by how much a plan's promise was off."""
     resolved, plan = engine.resolved, engine.plan
     name = device_name(engine.device) if engine.device.type == "cuda" else None
@@ -325,10 +341,8 @@ def _calibrate(engine: OmnibalEngine, timed: list[tuple[Step, float]], log: Metr
         resolved.vlm.records, device_to_count(name), dtype=resolved.layout.precision,
         frozen=resolved.section.model.frozen, tensor_parallel=resolved.layout.num_tensor,
     )  # fmt: skip
-    assert engine.stage_times is not None, "the caller has looked"
-    found = engine.stage_times.calibrate(counted, plan.recompute)
-    engine.stage_times = None
-    if log is None or found is None:
+    found = calibrate(counted, passes, plan.recompute, device=device_name(engine.device))
+    if found is None:
         return
     log.calibration(engine.global_steps, found)
     told = f"steps {engine.global_steps - len(timed) + 1} to {engine.global_steps} measured: {found}"
@@ -352,8 +366,9 @@ def _evaluate(
     if held_out is not None:
         result = engine.evaluate(held_out)
         if log is not None:
-            step = engine.global_steps
-            bar.write(log.evaluation(step, loss=result.loss, accuracy=result.accuracy, samples=result.samples))
+            with reporting("the line about an evaluation"):
+                step = engine.global_steps
+                bar.write(log.evaluation(step, loss=result.loss, accuracy=result.accuracy, samples=result.samples))
     if on_evaluation is not None:
         engine.settle_weights()
         on_evaluation(engine)
@@ -364,12 +379,15 @@ def _finish(run: RunSection) -> None:
     files = run.files
     checkpoint = latest_checkpoint(files.checkpoints)
     model = export_newest(files)
-    metrics = read_metrics(files.metrics)
-    if not metrics.steps:  # the log is gone, and the checkpoint is of the last step
-        return
-    plot_training(metrics, files.loss_curve)
-    written = {"metrics": files.metrics, "loss curve": files.loss_curve, "checkpoint": checkpoint, "model": model}
-    Console(markup=False).print(training_table(metrics, written))
+    written = {"metrics": files.metrics, "checkpoint": checkpoint, "model": model}
+    with reporting("reading of the run's log"):
+        metrics = read_metrics(files.metrics)
+        if not metrics.steps:  # the log is gone, and the checkpoint is of the last step
+            return
+        with reporting("the loss curve"):
+            plot_training(metrics, files.loss_curve)
+            written["loss curve"] = files.loss_curve
+        Console(markup=False).print(training_table(metrics, written))
 
 
 def _due(step: int, every: int) -> bool:

@@ -17,9 +17,12 @@ from typing import Any, Final
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.runtime import engine as deepspeed_engine
 from torch import Tensor
 
 from omnibal.engine.checkpointed import CheckpointedEngine
+from omnibal.engine.grid import replaced
 from omnibal.engine.loader import Batch, Loader, Steps, VlmDataset, read_step
 from omnibal.engine.module import joined
 from omnibal.engine.resolve import OnGradient, ResolvedRun
@@ -27,7 +30,7 @@ from omnibal.engine.samples import CheckedSamples, SampleRules, checked_lengths
 from omnibal.engine.settings import Settings, settings_of
 from omnibal.engine.stage_times import StageTimes
 from omnibal.engine.table import floats_of
-from omnibal.errors import ConfigError, OmnibalError, said
+from omnibal.errors import ConfigError, OmnibalError, reporting, said
 from omnibal.feeds.feed import Share, Step
 from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.loss import EVALUATION_STATISTICS, targets_of
@@ -67,6 +70,19 @@ class StagePeaks:
     overhead: tuple[int, ...]
 
 
+class _ReportingMonitor(MonitorMaster):  # type: ignore[misc]
+    """DeepSpeed's monitor of TensorBoard, CSV files, wandb and comet on rank 0; what fails there ends no run."""
+
+    def __init__(self, monitor_config: Any) -> None:
+        self.enabled = False
+        with reporting("DeepSpeed's monitor"):
+            super().__init__(monitor_config)
+
+    def write_events(self, event_list: Any) -> None:
+        with reporting("DeepSpeed's monitor"):
+            super().write_events(event_list)
+
+
 def samples_in_words(samples: Sequence[int]) -> str:
     """Sample numbers for a message.
 
@@ -101,11 +117,12 @@ class OmnibalEngine(CheckpointedEngine):
         on_gradient: OnGradient | None = None,
         **deepspeed_arguments: Any,
     ) -> None:
-        super().__init__(
-            table=plan.make_schedule() if plan.runs_table else None,
-            pending_bytes=None if plan.predicted is None else [s.pending_bytes for s in plan.predicted.stages],
-            **deepspeed_arguments,
-        )
+        with replaced(deepspeed_engine, MonitorMaster=_ReportingMonitor):
+            super().__init__(
+                table=plan.make_schedule() if plan.runs_table else None,
+                pending_bytes=None if plan.predicted is None else [s.pending_bytes for s in plan.predicted.stages],
+                **deepspeed_arguments,
+            )
         self.resolved = resolved
         self.spare = dict(spare)
         # Before the first step, and before a checkpoint is loaded: both change what the optimizer's groups hold.
@@ -138,9 +155,13 @@ class OmnibalEngine(CheckpointedEngine):
 
     def measured_batch(self) -> tuple[Tensor, StagePeaks]:
         """As ``train_batch``, and measure the memory of the step, which takes longer on a CPU."""
-        meter = DevicePeak(self.device, self._held())
-        loss = self._train(meter)
-        found = gather((self.stage_id, (meter.peak_bytes, overhead_bytes(self.device))))
+        meter: DevicePeak | None = None
+        with reporting("measuring of memory"):
+            meter = DevicePeak(self.device, self._held())
+        loss, own = self._train(meter or nullcontext()), (0, 0)
+        with reporting("measuring of memory"):
+            own = (0 if meter is None else meter.peak_bytes, overhead_bytes(self.device))
+        found = gather((self.stage_id, own))
         by_stage = ([peaks for stage, peaks in found if stage == s] for s in range(self.num_stages))
         return loss, StagePeaks(*zip(*(map(max, zip(*peaks, strict=True)) for peaks in by_stage), strict=True))
 
@@ -180,7 +201,7 @@ class OmnibalEngine(CheckpointedEngine):
             # pass of the first and of the last stage, then averages the loss (_aggregate_total_loss).
             loss: Tensor = super().train_batch(iter(self._micro_batches(packs)))
         if self.stage_times is not None:
-            self.stage_times.end_step(step.load[place.replica])
+            self.stage_times.end_step(lambda: step.load[place.replica])
         self._check_step(loss, self.skipped_steps - skipped)
         self._monitor_balance(step)
         return loss
@@ -403,9 +424,10 @@ class OmnibalEngine(CheckpointedEngine):
     def _monitor_balance(self, step: Step) -> None:
         if self.global_rank != 0 or not self.monitor.enabled:
             return
-        self.monitor.write_events(
-            [(f"Train/Balance/{name}", value, self.global_samples) for name, value in step.balance().items()]
-        )
+        with reporting("DeepSpeed's monitor"):
+            self.monitor.write_events(
+                [(f"Train/Balance/{name}", value, self.global_samples) for name, value in step.balance().items()]
+            )
 
     # What follows says in one line what DeepSpeed cannot do, or what would be wrong here.
 

@@ -26,7 +26,7 @@ from omnibal.config import dtype_of, micro_batches_of
 from omnibal.cost import Load
 from omnibal.engine.reduction import check_exchanged
 from omnibal.engine.resolve import ResolvedRun
-from omnibal.errors import ConfigError
+from omnibal.errors import ConfigError, reporting
 from omnibal.families.cuts import check_degree
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.units import unit_schedule
@@ -185,7 +185,8 @@ def warn_of_apart(resolved: ResolvedRun, hosts: Sequence[str], cluster: Cluster 
         return
     slower = ""
     if cluster is not None:
-        with suppress(ConfigError):  # a device whose peak nobody knows
+        # of a device whose peak nobody knows there are no costs
+        with reporting("counting of what the network costs"), suppress(ConfigError):
             within, across = (_pack_seconds(resolved, cluster, across_nodes=apart) for apart in (False, True))
             slower = f": {across:.2g} s for a pack of {PACK_TOKENS:,} tokens, counted, in place of {within:.2g} s"
     LOG.warning(

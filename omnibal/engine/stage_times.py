@@ -1,16 +1,18 @@
 """Times the passes of a pipeline's stage in a run's first steps, to correct counted costs by them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Final
 
 import torch
 
 from omnibal.cost import Load
-from omnibal.profile.calibration import MOST_PASSES, Calibration, TimedPass, calibrate, sizes_of
-from omnibal.profile.records import Level, ModelProfile
+from omnibal.errors import reporting
+from omnibal.profile.calibration import MOST_PASSES, TimedPass, sizes_of
 from omnibal.ranks import gather, place
-from omnibal.vlm.passes import Mark, device_name, mark, seconds_between
+from omnibal.vlm.passes import Mark, mark, seconds_between
 
+_DOING: Final = "timing of the first steps"
 _Pass = tuple[bool, int]  # whether it is a backward pass, and its micro-batch
 
 
@@ -25,13 +27,18 @@ class StageTimes:
     @contextmanager
     def time(self, is_backward: bool, micro_batch: int) -> Iterator[None]:
         """Time a pass, or a part of it: the backward pass to the weights may run apart."""
-        begin = mark(self._device)
+        begin: Mark | None = None
+        with reporting(_DOING):
+            begin = mark(self._device)
         yield
-        self._now.setdefault((is_backward, micro_batch), []).append((begin, mark(self._device)))
+        with reporting(_DOING):
+            if begin is not None:
+                self._now.setdefault((is_backward, micro_batch), []).append((begin, mark(self._device)))
 
-    def end_step(self, load: Load) -> None:
+    def end_step(self, load: Callable[[], Load]) -> None:
         """End a step, whose micro-batches on this replica had this load."""
-        self._steps.append((self._now, load))
+        with reporting(_DOING):
+            self._steps.append((self._now, load()))
         self._now = {}
 
     @property
@@ -44,10 +51,10 @@ class StageTimes:
             for (is_backward, number), parts in sorted(passes.items())
         ]
 
-    def calibrate(self, counted: ModelProfile, recompute: Sequence[Level]) -> Calibration | None:
-        """What the passes of all ranks make of counted costs, alike on all of them; all ranks together."""
-        passes, most = self.passes, max(MOST_PASSES // place()[1], 2)
-        gathered = gather(passes[:: -(-len(passes) // most) or 1])
-        return calibrate(
-            counted, [each for of_rank in gathered for each in of_rank], recompute, device=device_name(self._device)
-        )
+    def gathered(self) -> list[TimedPass]:
+        """Passes of all ranks, none of one where timing failed; all ranks together."""
+        own = list[TimedPass]()
+        with reporting(_DOING):
+            passes, most = self.passes, max(MOST_PASSES // place()[1], 2)
+            own = passes[:: -(-len(passes) // most) or 1]
+        return [each for of_rank in gather(own) for each in of_rank]

@@ -17,7 +17,7 @@ from omnibal.cost import IntArray
 from omnibal.data.limits import PackLimits
 from omnibal.data.packing_spec import DEFAULT_COST
 from omnibal.dispatch.step_plan import Costs, Link, PhaseCosts, StepPlan, columns, plan_step
-from omnibal.errors import ConfigError, DataError, said
+from omnibal.errors import ConfigError, DataError, reporting, said
 from omnibal.feeds.feed import ahead
 from omnibal.formats.collate import IGNORED
 from omnibal.integrations.apart import TYPES
@@ -116,7 +116,8 @@ class RearrangingLoader:
         try:
             for step in ahead(partial(self._steps, iteration), AHEAD):
                 if self._prints:
-                    print(f"omnibal: {step.micro_batches[0].plan.describe()}")
+                    with reporting("the line about the first step"):
+                        print(f"omnibal: {step.micro_batches[0].plan.describe()}")
                     self._prints = False
                 for number, drawn in enumerate(step.micro_batches, start=1):
                     if number == self._micro_batches:  # who saves after the last one's backward pass has trained it

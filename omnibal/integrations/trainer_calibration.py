@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerState
 
 from omnibal.advise.wait import MEETINGS, SOUND_PHASES, Sharding, phase_costs
 from omnibal.cost import CostModel, Load
-from omnibal.errors import ConfigError
+from omnibal.errors import ConfigError, reporting, said
 from omnibal.integrations.loading import PackSampler
 from omnibal.integrations.target_rows import language_of
 from omnibal.integrations.trainer_hooks import PacksCallback
@@ -36,6 +36,7 @@ from omnibal.vlm.passes import Mark, device_name, mark, seconds_between
 FILE: Final = "omnibal_calibration.json"  # in a trainer's output_dir
 LEAST_GAIN: Final = 0.005  # share of a step's seconds from which on packs follow measured costs
 MOST_ERROR: Final = 0.1  # of a fit that packs follow
+_DOING: Final = "calibration of counted costs"
 _COST: Final = TypeAdapter(CostModel | None)
 
 
@@ -58,8 +59,8 @@ def measured_before(trainer: Trainer, counted: ModelProfile | None) -> AdoptedCo
                 raise ConfigError(f"device must be {calibration.device}, got {device_name(trainer.args.device)}")
             cost = _COST.validate_python(parse_json(path.read_bytes())["pack_cost"])
             found = AdoptedCosts(calibration.apply(counted), cost)
-        except (ConfigError, KeyError, ValidationError) as error:
-            print(f"omnibal: {path} is left alone: {error}")
+        except Exception as error:  # a run needs none of it
+            print(f"omnibal: {path} is left alone: {said(error)}")
     return gather(found)[0]
 
 
@@ -128,7 +129,8 @@ class PassTimer:
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._mark(now, "end"))  # type: ignore[attr-defined]
 
     def _mark(self, now: dict[str, Mark], name: str) -> None:
-        now[name] = mark(self._device)
+        with reporting(_DOING):
+            now[name] = mark(self._device)
 
 
 def _trained(outputs: Any) -> Tensor | None:
@@ -196,18 +198,22 @@ class CalibratesCosts(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         self._steps += 1
         if self._steps == WARM_UP + 1:
-            self._timer = PassTimer(self._trainer.accelerator.unwrap_model(self._trainer.model_wrapped), args.device)
+            with reporting(_DOING):
+                model = self._trainer.accelerator.unwrap_model(self._trainer.model_wrapped)
+                self._timer = PassTimer(model, args.device)
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
-        if self._timer is None:
-            return
-        marks, self._timer.marks = self._timer.marks, []
-        loads = sizes_of(self._packs.held(state)[0][replicas_of(self._trainer)[0]])
-        if len(marks) == len(loads):
-            self._timed += zip(marks, loads, strict=True)
-        if self._steps == STEPS:
+        if self._timer is not None:
+            with reporting(_DOING):
+                marks, self._timer.marks = self._timer.marks, []
+                loads = sizes_of(self._packs.held(state)[0][replicas_of(self._trainer)[0]])
+                if len(marks) == len(loads):
+                    self._timed += zip(marks, loads, strict=True)
+        if self._steps == STEPS:  # on all ranks, whatever one of them could not measure
             self._close()
-            self._calibrate(args)
+            gathered = gather(self._passes(args))
+            with reporting(_DOING):
+                self._calibrate(args, gathered)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         """Leave the model as it was, however few steps there were."""
@@ -215,13 +221,18 @@ class CalibratesCosts(TrainerCallback):  # type: ignore[misc]
 
     def _close(self) -> None:
         if self._timer is not None:
-            self._timer.close()
+            with reporting(_DOING):
+                self._timer.close()
         self._timer = None
 
-    def _calibrate(self, args: Any) -> None:
-        most = max(MOST_PASSES // (len(parts_of(self._profile)) * args.world_size), 1)
-        kept = self._timed[:: max(-(-len(self._timed) // most), 1)]
-        gathered = gather([passes_of(*each, self._profile) for each in kept])
+    def _passes(self, args: Any) -> list[list[TimedPass]]:
+        with reporting(_DOING):
+            most = max(MOST_PASSES // (len(parts_of(self._profile)) * args.world_size), 1)
+            kept = self._timed[:: max(-(-len(self._timed) // most), 1)]
+            return [passes_of(*each, self._profile) for each in kept]
+        return []
+
+    def _calibrate(self, args: Any, gathered: Sequence[Sequence[Sequence[TimedPass]]]) -> None:
         passes = [each for of_rank in gathered for of_micro_batch in of_rank for each in of_micro_batch]
         if MEETINGS[self._packs.layout] == "phase":
             passes = self._heaviest(gathered)

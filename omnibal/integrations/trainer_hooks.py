@@ -18,7 +18,7 @@ from omnibal.cluster import OVERHEAD_BYTES, Cluster
 from omnibal.cost import CostModel, Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.device import Device
-from omnibal.errors import ConfigError
+from omnibal.errors import ConfigError, reporting
 from omnibal.integrations.loading import PackSampler
 from omnibal.integrations.losses import works_on_targets
 from omnibal.integrations.packing import PackCollator
@@ -88,6 +88,9 @@ def refuse_missing_kinds(trainer: Trainer, lengths: SampleLengths) -> None:
             f"what is trained must get gradients from the data, got none of {module_of(lacking[0])} for {lacking[0]}; "
             "DDP fails in the second step: freeze it, or set ddp_find_unused_parameters=True"
         )
+
+
+_DOING: Final = "measuring of how even steps are"
 
 
 class RecipeCallback(TrainerCallback, ABC):  # type: ignore[misc]
@@ -189,17 +192,22 @@ class PacksCallback(RecipeCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         """Note how long the step took, and how even it was."""
-        load, samples, shares = self.held(state)
-        waiting = Waiting.of(Load.stack([load]), self.costs, self.layout)
-        self._unlogged.append(TrainedStep(time.perf_counter() - self._began, samples, waiting, shares))
+        seconds = time.perf_counter() - self._began
+        with reporting(_DOING):
+            load, samples, shares = self.held(state)
+            waiting = Waiting.of(Load.stack([load]), self.costs, self.layout)
+            self._unlogged.append(TrainedStep(seconds, samples, waiting, shares))
 
     def logged(self) -> dict[str, float]:
-        figures = self._figures_of_unlogged()
+        figures, own = dict[str, float](), 0.0
+        with reporting(_DOING):
+            figures = self._figures_of_unlogged()
         if torch.cuda.is_available():
             device = self._trainer.args.device
-            peak = torch.tensor([torch.cuda.max_memory_allocated(device) / GIB], device=device)
-            torch.cuda.reset_peak_memory_stats(device)
-            peaks = self._trainer.accelerator.gather(peak)
+            with reporting(_DOING):
+                own = torch.cuda.max_memory_allocated(device) / GIB
+                torch.cuda.reset_peak_memory_stats(device)
+            peaks = self._trainer.accelerator.gather(torch.tensor([own], device=device))
             figures |= {"peak_gib_fullest_rank": float(peaks.max()), "peak_gib_mean_rank": float(peaks.mean())}
             self._peak = max(self._peak, figures["peak_gib_fullest_rank"])
         return figures
@@ -218,6 +226,10 @@ class PacksCallback(RecipeCallback):
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         """Say in one line what was measured."""
+        with reporting(_DOING):
+            self._tell(state)
+
+    def _tell(self, state: TrainerState) -> None:
         self._figures_of_unlogged()
         totals, count = self._totals, self._totals["steps"]
         if not (count and state.is_world_process_zero):

@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerState
 from omnibal.advise.wait import MEETINGS
 from omnibal.data.limits import PackLimits
 from omnibal.dispatch.step_plan import phase_name
-from omnibal.errors import ConfigError
+from omnibal.errors import ConfigError, reporting
 from omnibal.integrations.encoders import EncoderAdapter, encoders_of
 from omnibal.integrations.losses import keeps_sft_loss
 from omnibal.integrations.packing import PackCollator, arguments_of, positions_of
@@ -194,6 +194,11 @@ class RearrangingCallback(RecipeCallback):
 
     def logged(self) -> dict[str, float]:
         """The largest rank over the mean since the last call, as drawn and as rearranged."""
+        with reporting("measuring of how even ranks are"):
+            return self._figures()
+        return {}
+
+    def _figures(self) -> dict[str, float]:
         found, self._batches.imbalances = self._batches.imbalances, []
         if not found:
             return {}
@@ -209,7 +214,9 @@ class RearrangingCallback(RecipeCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         """Say in one line how even ranks were."""
         self.logged()
-        if self._count and state.is_world_process_zero:
+        if not (self._count and state.is_world_process_zero):
+            return
+        with reporting("the line about how even ranks were"):
             means = {phase_name(phase): values / self._count for phase, values in self._sums.items()}
             told = "; ".join(f"{name} {drawn:.2f} -> {planned:.2f}" for name, (drawn, planned) in means.items())
             print(f"omnibal: largest rank over mean, of all steps: {told}")

@@ -16,7 +16,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.packing_spec import Oversized
 from omnibal.data.source_draws import typical_lengths
-from omnibal.errors import ConfigError, DataError, integer
+from omnibal.errors import ConfigError, DataError, integer, reporting
 from omnibal.feeds.sampler import check_agreement
 from omnibal.integrations.encoders import encode_in_every_evaluation
 from omnibal.integrations.lengths import (
@@ -183,10 +183,11 @@ def balance(
     asked_steps = AskedSteps(asked, batch_size, batches, args.num_train_epochs, args.max_steps)
     if trainer.is_world_process_zero():
         device = None if counted is None else counted.device
-        described = describe(
-            sampler, size.limits, costs, layout, asked_steps, device=device, is_measured=before is not None
-        )
-        print(described)
+        with reporting("the line about packs"):
+            described = describe(
+                sampler, size.limits, costs, layout, asked_steps, device=device, is_measured=before is not None
+            )
+            print(described)
     if counted is not None and language_of(model) is not None and not args.torch_compile:
         promise = partial(compare, sampler, size.limits, layout=layout, asked_steps=asked_steps)
         source = "counting" if before is None else "by an earlier run"
@@ -285,7 +286,10 @@ def _lengths(
 def _profile(trainer: Trainer) -> ModelProfile | None:
     device = trainer.args.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    return counted_profile(trainer.accelerator.unwrap_model(trainer.model), name)
+    found: ModelProfile | None = None
+    with reporting("counting of costs"):
+        found = counted_profile(trainer.accelerator.unwrap_model(trainer.model), name)
+    return found if all(gather(found is not None)) else None  # ranks with costs meet later
 
 
 def _equip(trainer: Trainer, sampler: PackSampler, collator: PlannedCollator, costs: Costs | None) -> PacksCallback:

@@ -10,6 +10,7 @@ from omnibal.cost import CostModel
 from omnibal.device import ALL_REDUCE_FRACTION, Device
 from omnibal.errors import ConfigError
 from omnibal.families.base import ADAPTER_SIZES, LayerRecord, check_frozen
+from omnibal.families.cuts import check_degree, units_of
 from omnibal.profile.records import ELEMENT_BYTES, LayerCost, ModelProfile, degree_of, degrees_of
 
 COUNTED_DEVICE: Final = "A100-80GB"
@@ -50,7 +51,8 @@ def analytic_profile(
         frozen: What is not trained, as ``check_frozen`` takes it.
 
     Raises:
-        ConfigError: A number is out of range, or a degree does not divide the heads or the width of a layer.
+        ConfigError: A number is out of range, or devices cannot share a layer: they are more than its heads, or do not
+            divide the width of its MLP.
 
     Source of the split: Shoeybi et al., "Megatron-LM" (2019), section 3; of the tokens' Korthikanti et al., "Reducing
     Activation Recomputation in Large Transformer Models" (2022), section 4.2.2.
@@ -127,34 +129,40 @@ _BLOCK_SUMS = 2.5
 
 
 def _split_sizes(record: LayerRecord, degree: int) -> Mapping[str, int]:
-    """A layer's sizes as all of its tensor ranks together have them: with zero heads or copies of heads, if need be."""
+    """A layer's sizes if each of its tensor ranks had what the fullest has: heads may be dealt unevenly, or copied."""
     sizes = dict(record.sizes)
     if degree == 1 or record.kind in _NOT_SPLIT:
         return sizes
-    widths: tuple[str, ...] = ("intermediate", "shuffled")
-    if record.kind == "projector":
-        widths = ("inner" if "inner" in sizes else "hidden",)
-    elif record.kind == "decoder_block":
-        widths = ("intermediate", "heads", "kv_heads")
+    if record.kind == "decoder_block":
+        check_degree((record,), degree)
         # Key and value heads that several tensor ranks need are on each of them, as vLLM has it.
-        if degree % sizes["kv_heads"] == 0:
-            sizes |= _grown(sizes, "kv_heads", degree, each=2 * sizes["hidden"] * sizes["head_dim"])
+        for name in ("kv_heads", "heads"):
+            most = len(units_of(record.sizes, name, degree, 0)[0])
+            sizes |= _grown(sizes, name, most * degree, each=2 * sizes["hidden"] * sizes["head_dim"])
     elif "heads" in sizes:
         # A ViT gets zero heads: NVLM trains the 25 heads of InternViT-6B as 32 (NVIDIA/Megatron-LM,
         # examples/multimodal/nvlm/internvit.py). The makers of InternVL leave its ViT whole instead
         # (OpenGVLab/InternVL#192), which is {"vision": 1, "language": degree}.
-        sizes |= _grown(sizes, "heads", degree, each=4 * sizes["hidden"] * sizes["head_dim"])
+        sizes |= _grown(sizes, "heads", _multiple(sizes["heads"], degree), each=4 * sizes["hidden"] * sizes["head_dim"])
     if "vocab" in sizes:  # rows of zeros, as Megatron-LM has them
-        sizes |= _grown(sizes, "vocab", degree, each=sizes["hidden"])
-    for name in widths:
-        if sizes.get(name, 0) % degree:
-            raise ConfigError(f"tensor_parallel must divide the {name} {sizes[name]} of {record.name}, got {degree}")
+        sizes |= _grown(sizes, "vocab", _multiple(sizes["vocab"], degree), each=sizes["hidden"])
+    if record.kind.endswith("projector"):
+        width = "inner" if "inner" in sizes else "hidden"
+        each = sizes["parameters"] // sizes[width]
+        sizes |= _grown(sizes, width, _multiple(sizes[width], degree), each=each)
+    if sizes.get("intermediate", 0) % degree:
+        raise ConfigError(
+            f"tensor_parallel must divide the intermediate {sizes['intermediate']} of {record.name}, got {degree}"
+        )
     return sizes
 
 
-def _grown(sizes: Mapping[str, int], name: str, degree: int, *, each: int) -> dict[str, int]:
-    """A size grown to a multiple of the degree, where each unit of it has so many parameters."""
-    size = -(-sizes[name] // degree) * degree
+def _multiple(size: int, degree: int) -> int:
+    return -(-size // degree) * degree
+
+
+def _grown(sizes: Mapping[str, int], name: str, size: int, *, each: int) -> dict[str, int]:
+    """A size that has grown, where each unit of it has so many parameters."""
     return {name: size, "parameters": sizes["parameters"] + (size - sizes[name]) * each}
 
 

@@ -16,7 +16,7 @@ from typing_extensions import TypedDict, Unpack
 
 from omnibal.cost import FloatArray
 from omnibal.data.packing_spec import Oversized
-from omnibal.errors import DataError, bytes_in_words
+from omnibal.errors import DataError, bytes_in_words, reporting
 from omnibal.families.base import LayerRecord, vision_unit_of
 from omnibal.memory.footprint import StageMemory
 from omnibal.plan import Plan
@@ -127,6 +127,11 @@ class MetricsLog:
         self.path = path
         self._device = device
         self._rates: dict[str, float] = {}
+        with reporting(f"cleaning of {path}"):
+            self._keep_lines_to(first_step)
+
+    def _keep_lines_to(self, first_step: int) -> None:
+        path = self.path
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         # A run that was killed may have left half a line; steps after the first one will be trained again.
@@ -165,7 +170,7 @@ class MetricsLog:
         self._write(json.dumps(record) + "\n")
 
     def _write(self, line: str) -> None:
-        with self.path.open("a") as file:
+        with reporting(f"a line of {self.path}"), self.path.open("a") as file:
             file.write(line)
 
     def _smooth(self, name: str, value: float) -> float:

@@ -40,7 +40,7 @@ class Case:
     kinds: tuple = ()  # of samples with videos, as ``items_of_kinds`` has them
 
 
-def small_config(*, tied=False, dropout=0.0, text_class=Qwen2Config, **vision):
+def small_config(*, tied=False, dropout=0.0, text_class=Qwen2Config, text=None, **vision):
     vision = {
         "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": TILE, "patch_size": 7,
         "initializer_range": 0.2, "layer_scale_init_value": 0.7,
@@ -50,7 +50,7 @@ def small_config(*, tied=False, dropout=0.0, text_class=Qwen2Config, **vision):
         "model_type": text_class.model_type, "vocab_size": VOCABULARY, "num_hidden_layers": 2,
         "max_position_embeddings": 256, "initializer_range": 0.2,
         "tie_word_embeddings": tied, "attention_dropout": dropout,
-    }  # fmt: skip
+    } | (text or {})  # fmt: skip
     options = {"image_seq_length": TOKENS_PER_TILE, "downsample_ratio": 0.5, "tie_word_embeddings": tied}
     return family_config("internvl", image_token_id=IMAGE_TOKEN, vision=vision, text=text, **options)
 

@@ -5,8 +5,10 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
 from typer.testing import CliRunner
 
+from omnibal import errors
 from omnibal import train as train_file
 from omnibal.cli.main import app
 from omnibal.cluster import Cluster
@@ -15,6 +17,7 @@ from omnibal.cost import Load
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.limits import PackLimits
 from omnibal.device import Device
+from omnibal.engine import engine as engine_file
 from omnibal.engine import stage_times
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
@@ -31,6 +34,7 @@ from tests.engine.launch import launch
 from tests.engine.small import NUM_LAYERS, save_small_model
 
 pytestmark = pytest.mark.distributed
+HEADS = ("num_attention_heads", "num_key_value_heads")
 LIMITS, CUT = PackLimits(4, 48), 5
 
 
@@ -51,6 +55,28 @@ def timed_runs(configs):
     return said, [engine.stage_times for engine in engines]
 
 
+def fails(*_, **__):
+    raise RuntimeError("no such measure")
+
+
+def run_without_measures(config):
+    """What is logged by a run in which all that measures or reports fails, some of it on one rank only."""
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(errors.LOG, "warning", told.append)
+        for name in ("calibrate", "peak_text", "plot_training", "run_table"):
+            patch.setattr(train_file, name, fails)
+        patch.setattr(engine_file.MonitorMaster, "write_events", fails)
+        patch.setattr(*((stage_times, "mark") if dist.get_rank() else (engine_file, "overhead_bytes")), fails)
+        errors._warn_once.cache_clear()
+        engine = train(config, dataset=SmallDataset())
+    return engine.global_steps, told
+
+
+def timed_and_untimed(configs, untimed):
+    return *timed_runs(configs), run_without_measures(untimed)
+
+
 def predicted_plan(config, folder):
     records, lengths = Workspace.read(config).records, SmallDataset().lengths()
     profile = analytic_profile(records, Device.named("A100-80GB"), dtype="float32")
@@ -64,23 +90,46 @@ def predicted_plan(config, folder):
     return str(folder / "plan.json")
 
 
+def check_untimed(output, first, second):
+    assert (output / "model" / "model.safetensors").is_file()
+    assert first[0] == second[0] == STEPS + 1
+    parts = {text.partition(" failed, and the run goes on without: ")[0] for text in first[1]}
+    assert parts == {
+        "DeepSpeed's monitor", "the table of the plan", "measuring of memory", "the line about memory",
+        f"a line of {output / 'metrics.jsonl'}", f"cleaning of {output / 'metrics.jsonl'}",
+        "calibration of counted costs", "reading of the run's log",
+    }  # fmt: skip
+    assert second[1] == ["timing of the first steps failed, and the run goes on without: RuntimeError: no such measure"]
+
+
 def test_passes_of_stages_correct_the_costs_that_a_plan_is_made_with(tmp_path):
     save_small_model(tmp_path / "model")
     base = settings(tmp_path / "model", num_stages=2)
     ways = {"planned": {"plan": predicted_plan(base, tmp_path)}, "split": {"schedule": "zero-bubble"}}
     ways["split"]["partition"] = [0, CUT, NUM_LAYERS]
+    # One of two tensor ranks has two of three heads.
+    ways["uneven"] = {"num_stages": 1, "num_tensor": 2}
     configs = [
         changed(changed(base, "run", epochs=30, max_steps=STEPS + 1, output=str(tmp_path / name)), "pipeline", **way)
         for name, way in ways.items()
     ]
-    (said, left), (_, left_behind) = launch(2, "tests.engine.test_stage_times:timed_runs", configs)
-    assert left == left_behind == [None, None]
+    save_small_model(tmp_path / "uneven_model", text={name: 3 for name in HEADS} | {"head_dim": 8})
+    configs[-1] = changed(configs[-1], "model", path=str(tmp_path / "uneven_model"))
+    untimed = changed(configs[1], "run", output=str(tmp_path / "untimed"))
+    (tmp_path / "untimed" / "metrics.jsonl").mkdir(parents=True)
+    (tmp_path / "no_folder").touch()
+    untimed["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path / "no_folder"), "job_name": "a"}
+    (said, left, first), (_, left_behind, second) = launch(
+        2, "tests.engine.test_stage_times:timed_and_untimed", configs, untimed
+    )
+    assert left == left_behind == [None] * len(configs)
+    check_untimed(tmp_path / "untimed", first, second)
     told = [text for text in said if text.startswith("steps 3 to 20 measured: vision ")]
     assert len(told) == len(configs)
     assert "; a step was promised to take " in told[0]
     assert " s by measured costs, and took " in told[0]
     assert f"--measured {tmp_path}/split/metrics.jsonl` writes these costs" in told[1]
-    for config, name in zip(configs, ways, strict=True):
+    for config, name in zip(configs[:-1], ["planned", "split"], strict=True):
         metrics = tmp_path / name / "metrics.jsonl"
         assert len(read_metrics(metrics).steps) == STEPS + 1
         layers = Workspace.read(config).corrected_profile(Calibration.load(metrics)).layers

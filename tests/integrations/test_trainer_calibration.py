@@ -18,7 +18,7 @@ from omnibal.cost import CostModel, Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.device import Device
-from omnibal.integrations import trainer_calibration
+from omnibal.integrations import trainer_calibration, trainer_hooks
 from omnibal.integrations.loading import PackSampler
 from omnibal.integrations.target_rows import language_of
 from omnibal.integrations.trainer_calibration import FILE, better_cost
@@ -67,6 +67,21 @@ def test_each_part_of_a_pass_is_timed_and_promises_are_corrected(tmp_path, monke
     costs = phase_costs(found.apply(counted_profile(trainer.model, None)))
     for part in parts_of(counted_profile(trainer.model, None)):  # each part takes a second, whatever a pack holds
         assert float(costs[part](Load(5, 40, 400))) == pytest.approx(1, rel=0.1), part
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [(trainer_calibration, "PassTimer"), (trainer_calibration, "calibrate"), (trainer_hooks.Waiting, "of")],
+)
+def test_what_cannot_be_measured_ends_no_training(tmp_path, monkeypatch, place, name):
+    def fails(*_, **__):
+        raise RuntimeError("no such measure")
+
+    trainer, _ = balanced("internvl", tmp_path, max_steps=STEPS + 1)
+    monkeypatch.setattr(place, name, fails)
+    trainer.train()
+    assert trainer.state.global_step == STEPS + 1
+    assert not (tmp_path / FILE).exists() or name == "of"
 
 
 def test_an_encoder_of_sound_is_timed_apart_from_the_vit(tmp_path, monkeypatch, capfd):

@@ -350,11 +350,11 @@ def test_a_decoder_layer_of_20b_takes_the_time_one_would_expect():
         ({"frozen": ["visoin"]}, "frozen must hold kinds of the model's layers.*got 'visoin'; did you mean 'vision'"),
         ({"dtype": "int8"}, "dtype must be one of bfloat16, float32, got 'int8'"),
         ({"tensor_parallel": 0}, "tensor_parallel must be positive, got 0"),
-        ({"tensor_parallel": 4}, "tensor_parallel must divide the heads 6 of decoder_block.0, got 4"),
+        ({"tensor_parallel": 8}, "num_tensor must be at most the 6 heads of decoder_block.0, got 8"),
         ({"tensor_parallel": 3}, "tensor_parallel must divide the intermediate 128 of vision_block.0, got 3"),
         (
             {"tensor_parallel": {"vision": 1, "language": 3}},
-            "tensor_parallel must divide the kv_heads 2 of decoder_block.0, got 3",
+            "num_tensor must be a multiple of the 2 kv_heads of decoder_block.0, or fewer, got 3",
         ),
         (
             {"tensor_parallel": {"language": 2}},

@@ -1,5 +1,6 @@
 """Layers that tensor ranks share compute what whole ones compute."""
 
+from math import prod
 from threading import Lock
 
 import pytest
@@ -8,8 +9,10 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from omnibal.config import LoraSection
+from omnibal.device import DEVICES
 from omnibal.families.cuts import check_degree
 from omnibal.loss import WHOLE
+from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LEVELS
 from omnibal.vlm import load_model
 from omnibal.vlm.layers import is_adapter
@@ -210,3 +213,25 @@ def test_parts_of_the_vocabulary_judge_as_the_whole():
     for of_rank in found:
         assert_close(of_rank[1], expected[1])
         assert torch.equal(of_rank[3], expected[3])
+
+
+@pytest.mark.parametrize(("num_tensor", "heads", "kv_heads"), [(2, 6, 3), (4, 6, 2), (2, 4, 4), (4, 12, 6), (3, 8, 4)])
+@pytest.mark.parametrize("family", TRAINED)
+def test_a_profile_counts_the_blocks_of_the_fullest_rank_where_heads_do_not_divide(family, num_tensor, heads, kv_heads):
+    text = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": 96,
+        "head_dim": 24 // heads,
+    }
+    model = load_model(small_config(family, text=text))
+    degrees = {"vision": 1, "language": num_tensor}
+    counted = analytic_profile(model.records, DEVICES["A100-80GB"], dtype="float32", tensor_parallel=degrees)
+    for index, record in enumerate(model.records):
+        if record.kind == "decoder_block":
+            slices = model.slices(index, num_tensor, 0)
+            shapes = {name: list(model.shape(path)) for name, path in model.paths(index).items()}
+            for name, cut in slices.items():
+                shapes[name][cut.dim] = cut.width
+            held = sum(prod(shape) for shape in shapes.values())
+            assert counted.layers[index].parameter_bytes == pytest.approx(4 * held, rel=0.02)
