@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omnibal.advise.models import Model
 from omnibal.cluster import Layout
 from omnibal.cost import CostModel, Load
+from omnibal.device import Device
 from omnibal.errors import InfeasibleError
 from omnibal.memory.footprint import Footprint
 from omnibal.memory.recompute import (
@@ -23,6 +25,7 @@ from omnibal.memory.recompute import (
     sweep,
 )
 from omnibal.pipeline.schedule import one_f_one_b
+from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LEVELS
 from tests.memory.models import block, generator, model, random_model, random_schedule
 from tests.memory.oracles import fastest_columns, fastest_levels, least_total, peak_bytes, total_seconds
@@ -242,6 +245,19 @@ def test_layers_that_are_alike_make_few_points():
         options = np.array([1003, 59]), np.array([0, 213]), np.array([300, 1244])
         frontier = extend(frontier, *options, 3, 10**9)
     assert len(frontier.kept) < 2 * 201
+
+
+@pytest.mark.parametrize("name", ["InternVL3-1B", "LLaVA-1.5-7B", "Qwen2.5-VL-3B"])
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_with_memory_to_spare_no_layer_is_said_to_recompute(name, num_stages):
+    # A head keeps and takes as much at every level.
+    profile = analytic_profile(Model.known(name).records, Device.named("A100-80GB"))
+    count = len(profile.layers)
+    footprint = Footprint(profile, LOADS[1], one_f_one_b(num_stages, 2), Layout(num_stages, 1), overhead_bytes=0)
+    assert profile.layers[-1].kind == "head"
+    layers = range(0 if num_stages == 1 else count - 3, count)
+    seconds = recompute_seconds(profile, LOADS)
+    assert choose_levels(footprint, num_stages - 1, layers, seconds, 10**12) == ("none",) * len(layers)
 
 
 @settings(deadline=None)
