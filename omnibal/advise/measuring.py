@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from omnibal.advise.models import Model, NamedModel
+from omnibal.advise.overlong import Overlong
 from omnibal.advise.present import Present
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.mixture import Mixture
@@ -77,6 +78,8 @@ class MeasuredLengths:
     # Headers of the samples that have videos or sounds.
     videos: Mapping[int, tuple[VideoHeader, ...]] = field(default_factory=dict)
     sounds: Mapping[int, tuple[SoundHeader, ...]] = field(default_factory=dict)
+    image_tokens: IntArray | None = None
+    """Tokens of each sample that stand for images, videos or sounds; None if vision units tell them."""
     images: str = ""
     """How large images were taken to be, and who says so; empty if nothing was assumed."""
 
@@ -114,11 +117,12 @@ def measure(
         found = _drawn(data[0], named, _rule(named, present, max_image), images, of_each=present.mixture is not None)
     if not found.is_whole and found.lengths.vision_units.any():
         found = replace(found, images=_largest_image(named.model, present, max_image))
+    found = _cut(found, present, named.model)
     if present.mixture is not None:
         found = _mixed(found, present.mixture)
     if named.model.units == "patches":
         found = _with_squares(found)
-    return found if present.cutoff is None or present.batching == "packed" else _cut(found, present.cutoff)
+    return found
 
 
 def _mixed(found: MeasuredLengths, mixture: Mixture) -> MeasuredLengths:
@@ -167,6 +171,7 @@ class DrawnLengths:
     # Headers of the samples that have videos or sounds.
     videos: Mapping[int, tuple[VideoHeader, ...]] = field(default_factory=dict)
     sounds: Mapping[int, tuple[SoundHeader, ...]] = field(default_factory=dict)
+    image_tokens: IntArray | None = None  # tokens of each sample that are no text
 
 
 def draw_rows(
@@ -206,7 +211,7 @@ def measure_rows(
     rows: Iterable[tuple[Row, Path]], rule: ImageRule, count: Count, named: str, model: Model
 ) -> DrawnLengths:
     """Measure some rows, each with the folder that its files are relative to."""
-    loads, problems, text_tokens, usable, number = [], list[str](), 0, list[int](), -1
+    loads, problems, texts, usable, number = [], list[str](), list[int](), list[int](), -1
     videos, sounds = dict[int, tuple[VideoHeader, ...]](), dict[int, tuple[SoundHeader, ...]]()
     for number, (row, root) in enumerate(rows):
         try:
@@ -232,7 +237,7 @@ def measure_rows(
         for found, headers in ((videos, clips), (sounds, heard)):
             if headers:
                 found[len(usable)] = headers  # type: ignore[assignment]  # each pair is of one kind
-        text_tokens += text
+        texts.append(text)
         usable.append(number)
     if not loads or len(problems) > MOST_UNREAD * (number + 1):  # the others may be of another kind: texts, say
         first = problems[0] if problems else "it is empty"
@@ -245,7 +250,9 @@ def measure_rows(
     names = ("vision_squared", "video_units", "sound_units")
     columns = {name: column for name, column in zip(names, further, strict=True) if column.any()}
     lengths = SampleLengths(units, tokens, target_tokens=targets, **columns)
-    return DrawnLengths(lengths, tuple(problems), text_tokens / len(loads), np.array(usable), videos, sounds)
+    return DrawnLengths(
+        lengths, tuple(problems), sum(texts) / len(loads), np.array(usable), videos, sounds, tokens - np.array(texts)
+    )
 
 
 def tokens_of(load: VideoLoad, count: Count) -> int:
@@ -320,7 +327,9 @@ def _told(drawn: DrawnLengths, text: str, is_estimated: bool) -> MeasuredLengths
         text += f"; tokens of text estimated (±{ESTIMATE_ERROR:.0%}, ±{share:.0%} of all), for want of a tokenizer"
     if drawn.problems:
         text += f"; {len(drawn.problems)} could not be read, the first: {drawn.problems[0]}"
-    return MeasuredLengths(drawn.lengths, text, videos=drawn.videos, sounds=drawn.sounds)
+    return MeasuredLengths(
+        drawn.lengths, text, videos=drawn.videos, sounds=drawn.sounds, image_tokens=drawn.image_tokens
+    )
 
 
 def _tokenizer(folder: Path | None) -> Callable[[str], int] | None:
@@ -367,16 +376,36 @@ def _largest_image(model: Model, present: Present, max_image: int | None) -> str
     return f"images up to {most:,} {unit} ({f'{source}; ' if source else ''}--max-image)"
 
 
-def _cut(found: MeasuredLengths, cutoff: int) -> MeasuredLengths:
-    over = found.lengths.llm_tokens > cutoff
-    if not over.any():
+def _cut(found: MeasuredLengths, present: Present, model: Model) -> MeasuredLengths:
+    """Samples as the trainer trains them whose limit of tokens is known; what it leaves out is left out."""
+    lengths, rule = found.lengths, present.overlong or Overlong()
+    limit = present.cutoff or _longest_of(model, present)
+    over = 0 if limit is None else int((lengths.llm_tokens > limit).sum())
+    if limit is None or not over:
         return found
-    changed = {"llm_tokens": np.minimum(found.lengths.llm_tokens, cutoff)}
-    if found.lengths.target_tokens is not None:  # the answers, which stand behind the rest, are cut first
-        beyond = found.lengths.llm_tokens - changed["llm_tokens"]
-        changed["target_tokens"] = np.maximum(found.lengths.target_tokens - beyond, 0)
-    lengths = SampleLengths(**{**found.lengths.columns(), **changed})
-    return replace(found, lengths=lengths, said=f"{found.said}; {over.mean():.1%} are cut at {cutoff:,} tokens")
+    images = found.image_tokens if found.image_tokens is not None else _image_tokens(lengths, model)
+    lengths, stay, told = rule.cut(lengths, images, limit)
+    place = {int(old): new for new, old in enumerate(stay)}
+    videos = {place[old]: headers for old, headers in found.videos.items() if old in place}
+    sounds = {place[old]: headers for old, headers in found.sounds.items() if old in place}
+    said = f"{found.said}; {told}"
+    return replace(found, lengths=lengths, said=said, videos=videos, sounds=sounds, image_tokens=images[stay])
+
+
+def _longest_of(model: Model, present: Present) -> int | None:
+    """The most tokens that a model takes, at which ms-swift cuts where nothing else is said."""
+    most = model.config.get("text_config", {}).get("max_position_embeddings")
+    return int(most) if most and present.host == "ms-swift" else None
+
+
+def _image_tokens(lengths: SampleLengths, model: Model) -> IntArray:
+    """Tokens that stand for images, by the vision units; none of a model whose images bring no fixed number."""
+    if model.config["model_type"] not in FIXED_TOKENS:
+        return np.zeros(len(lengths), dtype=np.int64)
+    projector = next(record.sizes for record in model.records if record.kind == "projector")
+    group, per_tile = projector.get("units_per_token", 1), projector.get("image_tokens_per_tile", 1)
+    tokens: IntArray = lengths.vision_units.astype(np.int64) * per_tile // group
+    return tokens
 
 
 def _check_tokens(lengths: SampleLengths, model: Model) -> None:
@@ -385,7 +414,7 @@ def _check_tokens(lengths: SampleLengths, model: Model) -> None:
         return
     projector = next(record.sizes for record in model.records if record.kind == "projector")
     group, per_tile = projector.get("units_per_token", 1), projector.get("image_tokens_per_tile", 1)
-    least = lengths.vision_units.astype(np.int64) * per_tile // group
+    least = _image_tokens(lengths, model)
     wrong = (lengths.llm_tokens < least) | (lengths.vision_units % group != 0)
     if wrong.any():
         first = int(np.argmax(wrong))

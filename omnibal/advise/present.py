@@ -17,6 +17,7 @@ import yaml
 
 from omnibal.advise.batches import Batching
 from omnibal.advise.memory import FLOAT16, FLOAT32, USUAL, TrainingPrecision, optimizer_of
+from omnibal.advise.overlong import LIMITS, STRATEGIES, Overlong, limit_of_arguments
 from omnibal.advise.wait import MEETINGS, Sharding
 from omnibal.data.mixture import Mixture
 from omnibal.errors import ConfigError, said
@@ -26,12 +27,20 @@ Host = Literal["transformers", "llama-factory", "ms-swift", "deepspeed"]
 """What trains; "deepspeed" is a loop of one's own, of which only the ds_config is known."""
 Content = Mapping[str, Any]
 # Keys that tell whose file it is, and keys of each that are read.
-_SWIFT: Final = ("train_type", "tuner_type", "freeze_vit", "freeze_aligner", "padding_free", "sft_type")
+_SWIFT: Final = (
+    "truncation_strategy",
+    "train_type",
+    "tuner_type",
+    "freeze_vit",
+    "freeze_aligner",
+    "padding_free",
+    "sft_type",
+)
 _FACTORY: Final = ("finetuning_type", "cutoff_len", "template", "freeze_vision_tower", "neat_packing")
 _ARGUMENTS: Final = ("per_device_train_batch_size", "gradient_checkpointing", "learning_rate", "num_train_epochs")
 _SWIFT_READ: Final = (
     "train_type", "tuner_type", "lora_rank", "max_length", "packing", "padding_free", "freeze_vit", "freeze_aligner",
-    "freeze_llm", "max_pixels", "deepspeed", "quant_bits", "optimizer",
+    "freeze_llm", "max_pixels", "deepspeed", "quant_bits", "optimizer", "truncation_strategy",
 )  # fmt: skip
 _FACTORY_READ: Final = (
     "finetuning_type", "cutoff_len", "packing", "neat_packing", "lora_rank", "freeze_vision_tower",
@@ -43,6 +52,8 @@ _ARGUMENTS_READ: Final = (
     "gradient_checkpointing", "activation_checkpointing", "fsdp", "model_name_or_path", "model", "optim",
     "use_liger_kernel", "dtype", "torch_dtype", "load_in_4bit", "load_in_8bit",
 )  # fmt: skip
+# axolotl's keys, none of which another trainer has.
+_AXOLOTL: Final = ("micro_batch_size", "sequence_len", "sample_packing", "base_model")
 _DEEPSPEED_READ: Final = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
 # Keys that matter to time or memory, and have no part in an answer.
 UNREAD: Final = (
@@ -84,6 +95,8 @@ class Present:
     """What the host's memory holds: "optimizer", "parameters"."""
     cutoff: int | None = None
     """Most tokens of a sample, or of a pack under ``"packed"``."""
+    overlong: Overlong | None = None
+    """What becomes of samples over the cutoff."""
     recompute: bool | None = None
     frozen: tuple[str, ...] | None = None
     """Modules that are not trained."""
@@ -136,6 +149,11 @@ def read_present(content: Content, load: Callable[[str], Content] | None = None)
     >>> present.sharding, present.batch
     ('zero2', 4)
     """
+    if any(key in content for key in _AXOLOTL):
+        raise ConfigError(
+            "today must be of a trainer whose keys are known, got one of axolotl; say --today zero3 (or what shares "
+            "the model), --batch for micro_batch_size, --accumulation, and --lora"
+        )
     if any(key in content for key in _SWIFT):
         return _swift(content).over(_arguments(content, load, "ms-swift"))
     if any(key in content for key in _FACTORY):
@@ -239,12 +257,15 @@ def _arguments(content: Content, load: Callable[[str], Content] | None, host: Ho
     dtype = str(content.get("dtype") or content.get("torch_dtype") or "auto")
     in_float32 = "float32" in dtype or content.get("fp16") or host != "transformers"
     batch = _count(content, "per_device_train_batch_size")
+    cutoff, overlong = limit_of_arguments(content, _count) if host == "transformers" else (None, None)
     own = Present(
         host=host,
         sharding="fsdp" if content.get("fsdp") else None,
         batch=8 if batch is None else batch,
         accumulation=_count(content, "gradient_accumulation_steps") or 1,
         batching=cast(Batching, strategy if strategy in ("group_by_length", "batch_rebalance") else "random"),
+        cutoff=cutoff,
+        overlong=overlong,
         recompute=bool(content.get("activation_checkpointing") or content.get("gradient_checkpointing")),
         model=content.get("model_name_or_path") or content.get("model"),
         optimizer=_known_optimizer(content.get("optim")),
@@ -257,7 +278,7 @@ def _arguments(content: Content, load: Callable[[str], Content] | None, host: Ho
             if host == "transformers" and content.get(name, value) != value
         )
         or None,
-        said=_said(content, _ARGUMENTS_READ),
+        said=_said(content, (*_ARGUMENTS_READ, *(LIMITS if host == "transformers" else ()))),
         unread=_unread(content, content.get("optim"), "optim"),
     )
     named = _named_deepspeed(content.get("deepspeed"), load)
@@ -287,6 +308,7 @@ def _factory(content: Content) -> Present:
     return Present(
         batching="packed" if packed else None,
         cutoff=_count(content, "cutoff_len") or 2048,
+        overlong=Overlong("cutoff_len", "question and answer"),
         recompute=not content.get("disable_gradient_checkpointing", False),
         frozen=_frozen(content, "freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model"),
         lora=_lora(content, content.get("finetuning_type", "lora")),
@@ -301,11 +323,15 @@ def _factory(content: Content) -> Present:
 
 def _swift(content: Content) -> Present:
     _refuse_preferences(content, "rlhf_type")
+    strategy = str(content.get("truncation_strategy") or "delete")
+    if strategy not in STRATEGIES:
+        raise ConfigError(f"truncation_strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
     kind = content.get("tuner_type", content.get("train_type", content.get("sft_type", "lora")))
     return Present(
         batch=_count(content, "per_device_train_batch_size") or 1,
         batching="packed" if content.get("packing") else "flattened" if content.get("padding_free") else None,
         cutoff=_count(content, "max_length"),
+        overlong=Overlong(f"max_length; truncation_strategy {strategy}", STRATEGIES[strategy]),
         recompute=bool(content.get("gradient_checkpointing", True)),
         frozen=_frozen(content, "freeze_vit", "freeze_aligner", "freeze_llm"),
         lora=_lora(content, kind),

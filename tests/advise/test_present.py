@@ -2,6 +2,7 @@ import pytest
 
 from omnibal.advise.measuring import MeasuredLengths
 from omnibal.advise.models import Model
+from omnibal.advise.overlong import Overlong
 from omnibal.advise.present import Present, read_present
 from omnibal.advise.question import Question
 from omnibal.cluster import Cluster
@@ -86,7 +87,7 @@ def test_llama_factory_freezes_and_recomputes_unless_told():
     assert found == {
         "host": "llama-factory", "sharding": "zero2", "batch": 4, "accumulation": 1, "batching": "random",
         "cutoff": 2048, "recompute": True, "frozen": ("vision", "projector"), "lora": 8, "max_pixels": 768 * 768,
-        "model": "Qwen/Qwen2.5-VL-7B-Instruct",
+        "model": "Qwen/Qwen2.5-VL-7B-Instruct", "overlong": Overlong("cutoff_len", "question and answer"),
     }  # fmt: skip
     full = said({"finetuning_type": "full", "freeze_vision_tower": False, "neat_packing": True, "cutoff_len": 8192,
                  "disable_gradient_checkpointing": True})  # fmt: skip
@@ -100,7 +101,7 @@ def test_ms_swift_names_deepspeeds_stages():
     assert found == {
         "host": "ms-swift", "sharding": "zero3", "batch": 1, "accumulation": 1, "batching": "flattened",
         "recompute": True, "frozen": ("vision", "projector"), "lora": 16, "offloaded": ("optimizer", "parameters"),
-        "pure": True,
+        "pure": True, "overlong": Overlong("max_length; truncation_strategy delete", "nothing"),
     }  # fmt: skip
 
 
