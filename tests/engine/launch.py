@@ -30,6 +30,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from omnibal.engine.initialize import meet
 from omnibal.processes import free_port
 from tests.families.outside import EXAMPLES
+from tools.gpu.one_device import rank_environment
 
 COLLECTIVES = (
     *("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
@@ -42,32 +43,37 @@ PRELOADED = ("tests.engine.cases", "deepspeed.runtime.zero.muon.muon_optimizer")
 """What ranks inherit: imports take seconds. DeepSpeed's engine imports the second module, and with it torch.compile."""
 WITHOUT_GRADIENT = "an autograd kernel was not registered"
 """What torch says once in a process that runs backward through a collective's tensor."""
-KEPT_GROUPS = 3
-"""Each process holds some hundred megabytes."""
-MOST_THREADS = 60
+RANKS_ON = os.environ.get("OMNIBAL_RANKS_ON", "cpu")
+"""The accelerator of launches that name none: with ``cuda``, tests marked ``cluster`` run over NCCL."""
+KEPT_GROUPS = {"cpu": 3, "cuda": 1}
+"""Each process holds some hundred megabytes, on a device too."""
+MOST_THREADS = {"cpu": 60, "cuda": 1000}
 """Of a process that waits: gloo's stay, some fifteen an engine, and each wakes up a hundred times a second."""
+MOST_SECONDS = {"cpu": 600, "cuda": 180}
+"""Of a function: time on a GPU is short, and a run that hangs would take all of it."""
 
 
-def launch(num_processes, function, *arguments, timeout_seconds=600, accelerator="cpu", ends=False):
+def launch(num_processes, function, *arguments, timeout_seconds=None, accelerator=RANKS_ON, ends=False):
     """Run ``function`` ("module:name", importable from the repository) on each process; its results, by rank.
 
-    The function gets the arguments, with torch.distributed ready (gloo on a CPU, else NCCL). Processes with few threads
-    wait for the next launch of as many. A failure of one process ends them all and is raised with its output.
+    The function gets the arguments, with torch.distributed ready (gloo on a CPU, else NCCL, where ranks share a device
+    if there are too few). Tensors of results lie on the CPU. Processes with few threads wait for the next launch of as
+    many. A failure of one process ends them all and is raised with its output.
 
     Args:
         ends: Whether processes must end with the function, as where a stage leaves another one waiting.
     """
     group = _groups.pop((num_processes, accelerator), None) or _Group(num_processes, accelerator)
     try:
-        results = group.run(function, arguments, timeout_seconds, ends=ends)
+        results = group.run(function, arguments, timeout_seconds or MOST_SECONDS[accelerator], ends=ends)
     except BaseException:
         group.end()
         raise
-    if ends or group.num_threads > MOST_THREADS:
+    if ends or group.num_threads > MOST_THREADS[accelerator]:
         group.end()
         return results
     _groups[num_processes, accelerator] = group  # behind those that were used before
-    while len(_groups) > KEPT_GROUPS:
+    while len(_groups) > KEPT_GROUPS[accelerator]:
         _groups.pop(next(iter(_groups))).end()
     return results
 
@@ -77,9 +83,9 @@ def all_end(num_processes, function, *arguments, timeout_seconds=60):
     return bool(how_all_end(num_processes, function, *arguments, timeout_seconds=timeout_seconds))
 
 
-def how_all_end(num_processes, function, *arguments, timeout_seconds=600, but=None):
+def how_all_end(num_processes, function, *arguments, timeout_seconds=MOST_SECONDS[RANKS_ON], but=None):
     """What each process says of a function in which one fails, and all but one end by themselves in time; else None."""
-    group = _Group(num_processes, "cpu")
+    group = _Group(num_processes, RANKS_ON)
     try:
         with pytest.raises(AssertionError, match="rank"):
             group.run(function, arguments, timeout_seconds, ends=True)
@@ -110,6 +116,8 @@ class _Group:
             os.mkfifo(pipe)
             self._pipes.append(os.open(pipe, os.O_RDWR))
             of_rank = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            if accelerator == "cuda":
+                of_rank |= rank_environment(rank, num_processes)
             parent.stdin.write(json.dumps([str(self._folder), of_rank]) + "\n")
             parent.stdin.flush()
             found = next(int(line) for line in parent.stdout if line.strip().isdecimal())  # DeepSpeed logs there, too
@@ -135,7 +143,7 @@ class _Group:
             time.sleep(0.02)
         for log in self._folder.glob("log*.txt"):
             assert WITHOUT_GRADIENT not in log.read_text(), "a collective takes a tensor that requires a gradient"
-        return [torch.load(path, weights_only=False) for path in results]
+        return [torch.load(path, map_location="cpu", weights_only=False) for path in results]
 
     @property
     def num_threads(self):
@@ -170,12 +178,18 @@ def _end_all():
 
 
 def _environment(accelerator):
-    return os.environ | {
-        "DS_ACCELERATOR": accelerator,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    }
+    # Products are as exact as a CPU's, and a resumed run can have every bit.
+    exact = {"NVIDIA_TF32_OVERRIDE": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if accelerator == "cuda" else {}
+    return (
+        os.environ
+        | exact
+        | {
+            "DS_ACCELERATOR": accelerator,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        }
+    )
 
 
 @functools.cache
@@ -275,6 +289,8 @@ def _work(folder):
     bf16_optimizer.see_memory_usage = lambda *given, **options: None  # collects garbage: a second for each engine
     check_order()
     share_gloo_device()
+    if os.environ["DS_ACCELERATOR"] != "cpu":
+        torch.use_deterministic_algorithms(True, warn_only=True)
     meet("gloo" if os.environ["DS_ACCELERATOR"] == "cpu" else "nccl")
     linear, environment = torch.nn.functional.linear, dict(os.environ)
     for line in (folder / f"jobs{os.environ['RANK']}").open():
@@ -290,6 +306,7 @@ def _work(folder):
         groups.mpu = None  # a pipeline's grid, which a later engine without a pipeline would take for its own
         forget_trainers(environment)
         gc.collect()
+        get_accelerator().empty_cache()  # which ranks of other launches need
         sys.stdout.flush()
         if ends:
             break

@@ -16,7 +16,7 @@ from tests.engine.cases import SmallDataset, changed, settings, weights_of
 from tests.engine.launch import launch
 from tests.engine.small import save_small_model
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.cluster(2, together=True)]
 
 
 def saves_both_ways(config, folder):

@@ -11,7 +11,7 @@ from tests.engine.elastic import COPIES
 from tests.engine.launch import launch
 from tests.engine.small import save_small_model
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.cluster(2, together=True)]
 PAIRS, FOUR, SIX = ({"gradient_accumulation_steps": number} for number in (2, 4, 6))
 BF16 = {"bf16": {"enabled": True}}
 GROUPS = {"learning_rates": {"vision": 5e-3, "projector": 5e-3}, "weight_decay": "matrices"}

@@ -10,7 +10,7 @@ from tests.engine.cases import SmallDataset, changed, settings
 from tests.engine.launch import launch
 from tests.engine.small import plain_results, save_small_model, small_samples
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.cluster(2, together=True)]
 LAST_STEP, SAVED_AT, KILLED_AT = 11, 6, 8
 BF16 = {"bf16": {"enabled": True}}
 SETTINGS = ((True, 2, 1, {}), (False, 1, 0, {}), (False, 2, 1, BF16), (True, 1, 1, BF16))

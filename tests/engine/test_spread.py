@@ -101,6 +101,7 @@ def test_training_equals_plain_transformers_and_a_resumed_run_every_bit_of_one_t
                 torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5, msg=name)
 
 
+@pytest.mark.cluster(1)
 def test_all_end_when_one_is_killed(model, tmp_path):
     case = spread((0, 7, 10), ONE, model=str(model), zero_stage=1)
     assert all_end(2, "tests.engine.cases:steps_until_killed", case, 1, tmp_path)
@@ -132,6 +133,7 @@ def test_all_ranks_share_the_optimizer_state_of_the_encoder(model):
             assert own == pytest.approx((first, last)[rank // 2] / 2, abs=8)
 
 
+@pytest.mark.cluster(2)
 def test_it_is_evaluated_and_exported_as_the_pipeline_is(model, tmp_path):
     pipeline = Case((0, 7, 10), ONE, str(model), MIXED, zero_stage=1)
     both = [spread((0, 7, 10), ONE, model=str(model), zero_stage=1), pipeline]

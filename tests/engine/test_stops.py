@@ -23,6 +23,7 @@ def config(tmp_path_factory):
     return changed(config, "run", epochs=1, max_steps=6)
 
 
+@pytest.mark.cluster(2)
 def test_a_signal_to_one_rank_lets_all_save_and_leave(config, tmp_path):
     for found in launch(2, "tests.engine.stops:asked_to_end", config, str(tmp_path), 1, signal.SIGTERM):
         stopped, resumed, whole = found["steps"]
@@ -48,6 +49,7 @@ def test_a_stopped_rank_is_named_and_takes_the_job_down(config, tmp_path, stoppe
     assert "and ends with status 75" in said
 
 
+@pytest.mark.cluster(2)
 @pytest.mark.parametrize("failing", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_the_message_of_a_rank_that_fails_in_a_pass_comes_first(config, failing):
     said = how_all_end(2, "tests.engine.stops:fails_in_a_pass", config, failing)
@@ -57,6 +59,7 @@ def test_the_message_of_a_rank_that_fails_in_a_pass_comes_first(config, failing)
     assert "Traceback" not in said[1 - failing].partition("ends, for")[0]
 
 
+@pytest.mark.cluster(1)
 def test_a_rank_that_dies_while_it_saves_leaves_the_checkpoint_before(config, tmp_path):
     said = how_all_end(2, "tests.engine.stops:dies_while_saving", config, 1, tmp_path)[0]
     assert "OmnibalError: rank 0, stage 0: all ranks must take part, got " in said

@@ -23,7 +23,7 @@ from tests.families.models import save_folder
 from tests.families.videos import make_clip
 from tests.vlm.families import plain_steps
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.cluster(2, together=True)]
 SOURCES = {"shapes": 0.4, "scenes": 0.2, "pairs": 0.2, "stories": 0.2}
 MIXTURE = {"stateful": 0.5, "indexed": 0.2, "stateless": 0.3}
 

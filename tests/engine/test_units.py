@@ -45,6 +45,7 @@ def tied(tmp_path_factory):
     return folder
 
 
+@pytest.mark.cluster(2)
 @pytest.mark.parametrize("num_processes", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_resumed_run_has_every_bit_of_one_that_went_on(num_processes, model, tmp_path):
     optimizer = {"type": "AdamW", "params": ADAM | {"torch_adam": True}}
@@ -63,6 +64,7 @@ def test_a_resumed_run_has_every_bit_of_one_that_went_on(num_processes, model, t
             assert resumed["weights"].keys() == whole["weights"].keys() != set()
 
 
+@pytest.mark.cluster(1)
 @pytest.mark.parametrize("killed", [0, 2])
 def test_all_end_when_one_is_killed(killed, model, tmp_path):
     case = units((0, 5, 10), TWO, 1, model=str(model), zero_stage=1)

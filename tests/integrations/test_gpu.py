@@ -7,7 +7,6 @@ import torch
 
 pytest.importorskip("accelerate")
 
-from deepspeed.accelerator import get_accelerator
 from transformers.utils.import_utils import is_causal_conv1d_available, is_flash_linear_attention_available
 
 from omnibal.integrations.checking import as_pack, check_packing, made_samples
@@ -80,7 +79,7 @@ def packed_backward(plain, packs):
 def trained(case, folder):
     """By how much three steps moved the weights."""
     with accelerate_afresh():
-        trainer = trainer_of(case, folder, max_steps=3, use_cpu=get_accelerator().device_name() == "cpu")
+        trainer = trainer_of(case, folder, max_steps=3)
         before = weights_of(trainer.model)
         balance(trainer, LIMITS[case.family])
         trainer.train()
@@ -92,7 +91,7 @@ def trained(case, folder):
 def test_a_trainer_on_a_device_takes_the_steps_of_one_on_a_cpu(case, tmp_path):
     (found,) = launch(1, f"{__name__}:trained", case, tmp_path / "cuda", accelerator="cuda", ends=True)
     plain = Case(case.family, kinds=case.kinds)
-    (expected,) = launch(1, f"{__name__}:trained", plain, tmp_path / "cpu")
+    (expected,) = launch(1, f"{__name__}:trained", plain, tmp_path / "cpu", accelerator="cpu")
     assert distance(found, expected) < (0.1 if case.options.get("bf16") else 1e-2)
 
 

@@ -29,7 +29,7 @@ from omnibal.integrations.padded import RowCollator
 from omnibal.integrations.rearranging import Passes, RearrangedModel
 from omnibal.integrations.rearranging_loader import RearrangingLoader, carried_bytes, counted_costs, measured_link
 from omnibal.ranks import failures
-from tests.engine.launch import ROOT, launch
+from tests.engine.launch import RANKS_ON, ROOT, launch
 from tests.families.models import small_config
 from tests.integrations.items import UNPACKED, Collate, collated_backward, config_of, items_of, items_of_kinds
 from tests.vlm.families import plain_backward, plain_family_model
@@ -506,12 +506,11 @@ def test_gradients_are_those_of_plain_transformers_on_four_processes_and_under_a
 @pytest.mark.distributed
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_devices_exchange_over_nccl():
-    """Two devices; one sends to itself alone, for NCCL takes no two ranks on a device."""
-    num_ranks = min(torch.cuda.device_count(), 2)
-    check(["internvl", "llava_next", "qwen3_vl"], [], num_ranks, function="on_devices", accelerator="cuda")
+    """Two ranks, which share a device if there is no other."""
+    check(["internvl", "llava_next", "qwen3_vl"], [], function="on_devices", accelerator="cuda")
 
 
-def check(families, hosts, num_ranks=2, *, function="work", accelerator="cpu"):
+def check(families, hosts, num_ranks=2, *, function="work", accelerator=RANKS_ON):
     name = f"tests.integrations.test_rearranging:{function}"
     results = launch(num_ranks, name, families, hosts, accelerator=accelerator)
     for family in families:

@@ -28,6 +28,7 @@ from tests.integrations.items import Collate, config_of, items_of, items_of_kind
 from tests.vlm.families import plain_family_model, shaken
 
 LEARNING_RATE = 0.05
+ON_CPU = os.environ.get("DS_ACCELERATOR", "cpu") == "cpu"  # which launches set
 LIMITS = {
     "internvl": PackLimits(7, 60),
     "qwen2_vl": PackLimits(300, 90),
@@ -131,7 +132,7 @@ def trainer_of(case, folder, *, eval_dataset=None, **options):
     arguments = TrainingArguments(
         str(folder),
         **{
-            "use_cpu": True,
+            "use_cpu": ON_CPU,
             "report_to": [],
             "disable_tqdm": True,
             "remove_unused_columns": False,
@@ -179,12 +180,12 @@ def steps_of_draws(trainer, steps):
 
 
 def weights_of(model):
-    """All weights, whole, on every rank."""
+    """All weights, whole, on every rank, on the CPU."""
     parameters = dict(model.named_parameters())
     sharded = [parameter for parameter in parameters.values() if hasattr(parameter, "ds_id")]
     with deepspeed.zero.GatheredParameters(sharded) if sharded else contextlib.nullcontext():
         return {
-            name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
+            name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().cpu().clone()
             for name, parameter in parameters.items()
         }
 
@@ -205,8 +206,10 @@ class Weights(TrainerCallback):
 def assert_close(found, expected, **tolerances):
     assert found.keys() == expected.keys()
     for name in found:
-        tolerances = {"rtol": 1e-4, "atol": 2e-6} | tolerances
-        torch.testing.assert_close(found[name], expected[name], **tolerances, msg=lambda text, name=name: name + text)
+        most = {"rtol": 1e-4, "atol": 2e-6} | tolerances
+        if not ON_CPU:  # which sums in another order
+            most = {kind: 5 * tolerance for kind, tolerance in most.items()}
+        torch.testing.assert_close(found[name], expected[name], **most, msg=lambda text, name=name: name + text)
 
 
 def mean_losses(plain, items, family):

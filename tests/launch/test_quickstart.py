@@ -25,11 +25,15 @@ from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from omnibal.processes import free_port
 from omnibal.report.training import read_metrics
-from tests.engine.launch import launch
+from tests.engine.launch import RANKS_ON, launch
+from tools.gpu.one_device import SHARED
 
 pytestmark = pytest.mark.distributed
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
+ENVIRONMENT = os.environ | {"DS_ACCELERATOR": RANKS_ON, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+SHARING = "OMNIBAL_RANKS_ON" in os.environ and torch.cuda.device_count() < 2
+if SHARING:
+    ENVIRONMENT |= SHARED
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +59,8 @@ def demo(tmp_path_factory):
 def start(folder, *options):
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port())]
     script = ["launch/train.py", "--deepspeed_config", str(folder / "config.json"), *options]
+    if SHARING:
+        script = ["--no_python", "--no_local_rank", str(HERE / "share_device.sh"), sys.executable, *script]
     log = (folder / "log.txt").open("w")
     return subprocess.Popen(
         [*command, *script], cwd=ROOT, env=ENVIRONMENT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -66,6 +72,7 @@ def has_two_checkpoints(folder):
     return len(found) >= 2 and latest_checkpoint(folder) == found[0]
 
 
+@pytest.mark.cluster(0)
 def test_train_kill_resume_export_ask(demo):
     process = start(demo)
     while not has_two_checkpoints(demo / "checkpoints"):
