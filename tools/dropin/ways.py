@@ -16,6 +16,8 @@ from omnibal.integrations.padded import PLANNED_SHARE, PaddedSampler
 
 WINDOW = 64
 """Micro-batches' worth of samples that the knapsack looks at, at a time."""
+FILLED, OPEN = 0.97, 64
+"""How full first fit makes packs by tokens, roughly, and how many stay open."""
 STEP_ERROR = 0.02
 """How far from the samples of a step that were asked for our packs may be, on average."""
 
@@ -129,6 +131,26 @@ def _knapsacks(task: Task, samples: np.ndarray, limits: PackLimits) -> list[list
 def random_packs(task: Task) -> Way:
     """The batches of ``default`` without their padding: what packing alone brings."""
     return Way("packed, not balanced", False, default(task).steps)
+
+
+def by_tokens(task: Task) -> Way:
+    """Packs of at most as many tokens as the samples of a batch have on average, first fit; tiles count for nothing."""
+    tokens, order = task.lengths.llm_tokens, np.random.default_rng(0).permutation(len(task.lengths)).tolist()
+    limit = max(round(task.batch * float(tokens.mean()) / FILLED), int(tokens.max()))
+    packs, room, first = list[list[int]](), list[int](), 0
+    for sample in order:
+        # Few packs are left open, so that one of small samples does not stay open until the end.
+        first = max(first, len(packs) - OPEN)
+        fitting = (number for number in range(first, len(packs)) if tokens[sample] <= room[number])
+        chosen = next(fitting, len(packs))
+        if chosen == len(packs):
+            packs.append([])
+            room.append(limit)
+        packs[chosen].append(sample)
+        room[chosen] -= int(tokens[sample])
+    size = task.ranks * task.micro_batches
+    steps = [packs[start : start + size] for start in range(0, len(packs) - size + 1, size)]
+    return Way("packed by tokens", False, [[step[rank :: task.ranks] for rank in range(task.ranks)] for step in steps])
 
 
 def ours(task: Task, *, padded: bool = False, name: str = "omnibal, packed") -> Way:

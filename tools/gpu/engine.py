@@ -24,6 +24,7 @@ from omnibal.processes import free_port
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LEVELS, Level, ModelProfile
 from omnibal.vlm.measure import image_tokens_per_tile
+from tools.gpu.one_device import rank_environment
 from tools.gpu.report import Row
 
 if TYPE_CHECKING:
@@ -60,16 +61,14 @@ class Runs:
         """One stage at each recompute level."""
         size = len(self.model.records)
         for level in LEVELS:
-            yield {"level": level} | self._row((0, size), (level,) * size, "1f1b", processes=1, staged=False)
+            yield {"level": level} | self._row((0, size), (level,) * size, "1f1b", processes=1, shared=False)
 
     def pipelines(self, devices: int) -> Iterator[Row]:
-        """Two stages under every schedule: on two devices over NCCL, on one with transfers through the host."""
+        """Two stages under every schedule, over NCCL, also where they share a device."""
         size = len(self.model.records)
         one = None
         for schedule in SCHEDULES:
-            row = self._row(
-                (0, size // 2, size), ("none",) * size, schedule, processes=2, staged=devices < 2 or self.small
-            )
+            row = self._row((0, size // 2, size), ("none",) * size, schedule, processes=2, shared=devices < 2)
             one = row["last loss"] if one is None else one
             yield {"schedule": schedule, **row, "loss as under the first": row["last loss"] == one}
 
@@ -78,8 +77,7 @@ class Runs:
         size, losses = len(self.model.records), []
         for sent in ("beside the work", "behind it"):
             row = self._row(
-                (0, size), ("none",) * size, "1f1b", processes=2, staged=devices < 2 or self.small,
-                early=sent == "beside the work",
+                (0, size), ("none",) * size, "1f1b", processes=2, shared=devices < 2, early=sent == "beside the work",
             )  # fmt: skip
             losses.append(row["last loss"])
             yield {"sent": sent, **row, "loss as above": row["last loss"] == losses[0]}
@@ -91,13 +89,13 @@ class Runs:
         schedule: ScheduleName,
         *,
         processes: int,
-        staged: bool,
+        shared: bool,
         early: bool = True,
     ) -> Row:
         limits, num_stages = PackLimits(PACK * self.tiles, PACK * self.tokens), len(boundaries) - 1
         layout = Layout(num_stages, processes // num_stages)
         plan = Plan(limits, MICRO_BATCHES, Partition(boundaries), levels, schedule=schedule, layout=layout)
-        found = self._run(plan, processes, staged, early)
+        found = self._run(plan, processes, early)
         profile = analytic_profile(self.model.records, self.counted, dtype="bfloat16")
         targets = PACK * (self.tokens - self.tiles * image_tokens_per_tile(self.model))
         load = Load(limits.vision_units, limits.llm_tokens, PACK * self.tokens**2, target_tokens=targets)
@@ -113,7 +111,7 @@ class Runs:
         )
         return {
             "step s": seconds,
-            "share of the peak": busy / seconds / (1 if staged else processes),
+            "share of the peak": busy / seconds / (1 if shared else processes),
             "predicted GiB": ", ".join(f"{size / GIB:.2f}" for size in predicted),
             "measured GiB": ", ".join(f"{peak / GIB:.2f}" for peak in found["peak_bytes"]),
             "measured / predicted": ", ".join(
@@ -129,7 +127,7 @@ class Runs:
             return []
         return [stage.total - stage.overhead for stage in plan.memory(profile, load)]
 
-    def _run(self, plan: Plan, processes: int, staged: bool, early: bool) -> dict[str, Any]:
+    def _run(self, plan: Plan, processes: int, early: bool) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             plan.save(folder / "plan.json")
@@ -144,7 +142,7 @@ class Runs:
                 },
             }  # fmt: skip
             (folder / "task.json").write_text(json.dumps(task))
-            self._launch(folder, processes, staged)
+            self._launch(folder, processes)
             return json.loads((folder / "out.json").read_text())  # type: ignore[no-any-return]
 
     def _config(self, folder: Path, num_stages: int) -> dict[str, Any]:
@@ -162,22 +160,17 @@ class Runs:
             },
         }
 
-    def _launch(self, folder: Path, processes: int, staged: bool) -> None:
+    def _launch(self, folder: Path, processes: int) -> None:
         port = free_port()
         command = [sys.executable, "-m", "tools.gpu.run_engine", "--task", str(folder / "task.json")]
         running, logs = [], [folder / f"{rank}.log" for rank in range(processes)]
         for rank in range(processes):
-            local = 0 if staged else rank
-            environment = os.environ | {
-                "RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(processes), "LOCAL_SIZE": str(processes),
+            environment = os.environ | rank_environment(rank, processes) | {
+                "RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_SIZE": str(processes),
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
             }  # fmt: skip
             with logs[rank].open("w") as log:
-                running.append(
-                    subprocess.Popen(
-                        [*command, *(["--staged"] if staged else [])], env=environment, stdout=log, stderr=log
-                    )
-                )
+                running.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
         try:
             codes = [process.wait(self.timeout_seconds) for process in running]
         except subprocess.TimeoutExpired:

@@ -1,7 +1,4 @@
-"""One process of a short real run through omnibal.initialize; writes what it saw as JSON. Started by engine.py.
-
-With ``--staged`` two processes share one device, which NCCL refuses: gloo carries transfers through the host's memory.
-"""
+"""One process of a short real run through omnibal.initialize; writes what it saw as JSON. Started by engine.py."""
 
 import argparse
 import json
@@ -11,12 +8,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from omnibal import SampleLengths
-
-IMAGE_TOKEN = 3
+from tools.gpu.models import IMAGE_TOKEN, models
 
 
 class Samples:
@@ -50,61 +44,14 @@ class Samples:
         return SampleLengths([self.tiles] * self.count, [self.tokens] * self.count, target_tokens=[words] * self.count)
 
 
-class StagedWork:
-    """A transfer whose end lies in the host's memory until it is waited for."""
-
-    def __init__(self, work: Any, host: Tensor, target: Tensor | None) -> None:
-        self.work, self.host, self.target = work, host, target
-
-    def wait(self, *arguments: Any) -> bool:
-        """Until the tensor is where it belongs."""
-        self.work.wait(*arguments)
-        if self.target is not None:
-            self.target.copy_(self.host)
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether waiting takes no time."""
-        return bool(self.work.is_completed())
-
-
-def stage_transfers() -> None:
-    """Let gloo send, receive and reduce a device's tensors."""
-    isend, irecv, reduce = dist.isend, dist.irecv, dist.reduce
-
-    def staged_isend(tensor: Tensor, *arguments: Any, **options: Any) -> StagedWork:
-        host = tensor.detach().cpu()
-        return StagedWork(isend(host, *arguments, **options), host, None)
-
-    def staged_irecv(tensor: Tensor, *arguments: Any, **options: Any) -> StagedWork:
-        host = torch.empty_like(tensor, device="cpu")
-        return StagedWork(irecv(host, *arguments, **options), host, tensor)
-
-    def staged_reduce(tensor: Tensor, *arguments: Any, **options: Any) -> StagedWork:
-        host = tensor.detach().cpu()
-        return StagedWork(reduce(host, *arguments, **options), host, tensor)
-
-    dist.isend, dist.irecv, dist.reduce = staged_isend, staged_irecv, staged_reduce
-    dist.send = lambda *arguments, **options: staged_isend(*arguments, **options).wait()
-    dist.recv = lambda *arguments, **options: staged_irecv(*arguments, **options).wait()
-
-
 def main() -> None:
     """Two steps to warm up, some timed ones, one whose memory is measured."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--task", type=Path, required=True)
-    parser.add_argument("--staged", action="store_true")
     arguments = parser.parse_args()
     task = json.loads(arguments.task.read_text())
-    if arguments.staged:
-        import deepspeed
-
-        stage_transfers()
-        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-
     import omnibal
     from omnibal.engine import table
-    from tools.gpu.models import models
 
     if not task["early"]:
         table.exchange_of = lambda *given: None  # type: ignore[assignment]  # DeepSpeed's own then
