@@ -17,6 +17,7 @@ from omnibal.device import Device
 from omnibal.errors import ConfigError
 from omnibal.families import family_of, layer_records
 from omnibal.families.base import Config, ImageRule, LayerRecord, SoundRule, VideoRule, vision_unit_of
+from omnibal.families.qwen_vl import IMAGE_PIXELS, pixel_limits
 from omnibal.formats.ties import with_own_ties
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
@@ -121,10 +122,9 @@ class Model:
         usual = _usual_preprocessor(whole)
         if preprocessor is None:
             return cls(name, whole, usual, videos)
-        # Qwen's limits of pixels may stand at the top, where transformers moves them into the size.
-        pixels = {"shortest_edge": preprocessor.get("min_pixels"), "longest_edge": preprocessor.get("max_pixels")}
-        moved = {key: value for key, value in pixels.items() if value is not None}
-        size = {**usual["size"], **dict(preprocessor.get("size") or {}), **moved}
+        # A stated size stands alone, as in transformers: a published folder's values do not fill it up.
+        has_pixels = "longest_edge" in usual["size"]
+        size = pixel_limits(preprocessor, IMAGE_PIXELS) if has_pixels else preprocessor.get("size") or usual["size"]
         return cls(name, whole, {**usual, **preprocessor, "size": size}, videos, has_own_images=True)
 
 

@@ -33,6 +33,7 @@ from omnibal.families.parts import TEXT_CUTS, attention_and_mlp, block_sizes, te
 THIRD_PROCESSOR = "transformers.models.qwen3_vl.video_processing_qwen3_vl:Qwen3VLVideoProcessor"
 THIRD_TYPES = ("qwen3_vl", "qwen3_vl_moe")
 PATCH = {"patches_per_tile": 1, "tokens_per_tile": 1}
+IMAGE_PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}  # of Qwen2VLImageProcessor
 TOKEN_BYTES = 32  # a token's id, and its position in time, height and width
 MAX_ASPECT = 200  # the widest image, as a ratio of its sides, that the models accept
 
@@ -74,7 +75,7 @@ def patch_grid(
 
 def image_rule(config: Config, preprocessor: Config) -> ImageRule:
     """Patches and tokens by the preprocessor's least and most pixels; the model's configuration adds nothing."""
-    pixels = section(preprocessor, "size")
+    pixels = pixel_limits({"size": section(preprocessor, "size")}, IMAGE_PIXELS)
     sizes = {key: size(preprocessor, key) for key in ("patch_size", "merge_size")}
     limits = {"min_pixels": size(pixels, "shortest_edge"), "max_pixels": size(pixels, "longest_edge")}
     return each(_image_load, sizes | limits)
@@ -99,9 +100,26 @@ def video_rule(config: Config, preprocessor: Config) -> VideoRule:
 
 def video_settings(defaults: Config, given: Config) -> Config:
     """A video processor's whole configuration; limits of pixels may stand at the top, as in older folders."""
-    pixels = {"shortest_edge": given.get("min_pixels"), "longest_edge": given.get("max_pixels")}
-    moved = {key: value for key, value in pixels.items() if value is not None}
-    return {**defaults, **given, "size": {**defaults["size"], **(given.get("size") or {}), **moved}}
+    return {**defaults, **given, "size": pixel_limits(given, defaults["size"])}
+
+
+def pixel_limits(given: Config, default: Config) -> dict[str, int]:
+    """Least and most pixels as transformers 5.23 reads a processor's file.
+
+    A stated ``size`` stands alone: what it leaves out is not filled in from the class, whose ``default`` counts without
+    a ``size``. ``min_pixels`` and ``max_pixels`` count beside it, and not within.
+    """
+    stated = given.get("size") or default
+    found = dict(stated) if isinstance(stated, Mapping) else {}
+    for edge, key in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
+        if given.get(key) is not None:
+            found[edge] = given[key]
+    if not (found.get("shortest_edge") and found.get("longest_edge")):
+        raise ConfigError(
+            f"size of the processor must have shortest_edge and longest_edge, got {stated}, as transformers refuses "
+            "it; min_pixels and max_pixels stand beside size"
+        )
+    return found
 
 
 # Defaults of the classes of transformers 5.23.

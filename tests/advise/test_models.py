@@ -1,9 +1,10 @@
 import json
 
 import pytest
-from transformers import AutoConfig
+from PIL import Image
+from transformers import AutoConfig, AutoImageProcessor
 
-from omnibal.advise.models import MODELS, Model, complete
+from omnibal.advise.models import MODELS, Model, complete, read_model
 from omnibal.device import DEVICES
 from omnibal.errors import ConfigError
 from omnibal.families import layer_records
@@ -92,6 +93,43 @@ def test_pixels_of_a_preprocessor_may_stand_at_the_top():
     small = Model.of("mine", config, {"max_pixels": 56 * 56 * 4, "min_pixels": 3136})
     assert small.image_rule()([(1000, 1000)])[0].vision_units == 64
     assert Model.known("Qwen2.5-VL-7B").image_rule(max_pixels=56 * 56 * 4)([(1000, 1000)])[0].vision_units == 64
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-VL-7B", "Qwen3-VL-8B"])
+@pytest.mark.parametrize(
+    "preprocessor",
+    [
+        {},
+        {"max_pixels": 200_704},
+        {"size": {"shortest_edge": 3136, "longest_edge": 200_704}},
+        {"size": {"longest_edge": 9999}, "max_pixels": 200_704, "min_pixels": 3136},
+        {"size": {"longest_edge": 500_000}, "min_pixels": 3136},
+        {"size": {"max_pixels": 5, "shortest_edge": 3136}, "max_pixels": 200_704},
+        {"size": None},
+        {"size": {"max_pixels": 200_704}},
+        {"size": {"min_pixels": 3136, "max_pixels": 200_704}},
+        {"size": {"longest_edge": 200_704}},
+        {"size": {"height": 448, "width": 448}},
+        {"size": 448},
+    ],
+    ids=str,
+)
+def test_a_processors_file_is_read_or_refused_as_transformers_does(tmp_path, name, preprocessor):
+    config, _ = MODELS[name]
+    patch = {"patch_size": 16 if "Qwen3" in name else 14, "merge_size": 2, "temporal_patch_size": 2}
+    written = {"image_processor_type": "Qwen2VLImageProcessor", **patch, **preprocessor}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(written))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    picture = Image.new("RGB", (2000, 1500))
+    try:
+        grid = AutoImageProcessor.from_pretrained(tmp_path)(picture, return_tensors="pt")["image_grid_thw"]
+    except ValueError:
+        with pytest.raises(ConfigError, match="size of the processor must have shortest_edge and longest_edge, got"):
+            read_model(str(tmp_path)).model.image_rule()
+        return
+    model = read_model(str(tmp_path)).model
+    assert model.image_rule()([picture.size])[0].vision_units == int(grid.prod())
+    assert model.image_limit[1] == "pixels" and model.has_own_images
 
 
 def test_a_limit_of_the_other_kind_is_refused():
