@@ -75,7 +75,6 @@ def results(tmp_path_factory):
         "plan": ["plan", profile, "--lengths", lengths, *cluster, "--out", str(folder / "new.json"),
                  "--samples-per-step", "16", "--limits", "9,4096"],
         "simulate": ["simulate", plan],
-        "emulate": ["emulate", plan, "--steps", "1"],
         "report": ["report", plan, "--out", str(folder / "r.html")],
         "ask": ["ask", model, "What is this?"],
         "export": ["export", str(folder / "checkpoint"), str(folder / "exported")],
@@ -91,7 +90,7 @@ def test_planning_needs_nothing_but_the_base_install(results):
 @pytest.mark.parametrize(
     ("verb", "extra"),
     [
-        *((verb, "train") for verb in ("demo", "lengths", "profile", "emulate", "ask", "export")),
+        *((verb, "train") for verb in ("demo", "lengths", "profile", "ask", "export")),
         *((verb, "plots") for verb in ("advise, drawn", "pack, drawn", "partition, drawn", "report")),
     ],
 )

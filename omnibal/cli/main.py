@@ -10,14 +10,16 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from omnibal.errors import OmnibalError, explain_import, require
+from omnibal.errors import ConfigError, OmnibalError, explain_import, require
 
 # The module of each verb, which is a function there, with underscores for hyphens.
 VERBS: Final = {
     "advise": "advise", "demo": "models", "lengths": "lengths", "pack": "pack", "profile": "profile",
-    "partition": "simulate", "plan": "plan", "simulate": "simulate", "emulate": "emulate", "report": "report",
+    "partition": "simulate", "plan": "plan", "simulate": "simulate", "report": "report",
     "ask": "models", "export": "models", "check-packing": "check_packing",
 }  # fmt: skip
+# Verbs of earlier versions, and what to type today.
+MOVED: Final = {"emulate": "python -m tools.emulator, in omnibal's repository"}
 
 
 class _LazyGroup(TyperGroup):
@@ -32,6 +34,8 @@ class _LazyGroup(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """A verb with its options; None where there is none of that name."""
+        if cmd_name in MOVED:
+            raise ConfigError(f"{cmd_name} is no command any more; use {MOVED[cmd_name]}")
         if cmd_name not in self.commands:
             return None
         verb = typer.Typer(add_completion=False, rich_markup_mode=self.rich_markup_mode)

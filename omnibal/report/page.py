@@ -263,8 +263,7 @@ def _gain(part: PlanPart) -> str:
     return section(
         "What it gains, one idea after the other",
         paragraph(
-            f"Simulated on real packs, for {first.plan.known_cluster}. `omnibal emulate` runs the plan on DeepSpeed's "
-            "engine without an accelerator; `omnibal plan --trials` measures it on yours."
+            f"Simulated on real packs, for {first.plan.known_cluster}; `omnibal plan --trials` measures it on yours."
         ),
         html_table(
             ("", "step, ms", "samples a step", "samples/s", "idle", "of random batches"), rows, marked=len(rows) - 1

@@ -29,3 +29,8 @@ def test_the_version_is_that_of_the_package(omnibal):
 
 def test_a_verb_that_is_not_there(omnibal):
     assert "Did you mean 'plan'?" in omnibal("plna", exit_code=2).output
+
+
+def test_a_verb_of_before_says_what_to_type(refusal):
+    line = refusal("emulate", "plan.json", "--steps", 3)
+    assert line == "emulate is no command any more; use python -m tools.emulator, in omnibal's repository"

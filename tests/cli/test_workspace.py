@@ -94,7 +94,7 @@ def test_a_command_may_name_what_it_takes_instead(omnibal, ds_config, token_leng
     assert not (tmp_path / "run" / "plan.json").exists()
 
 
-@pytest.mark.parametrize("verb", ["plan", "partition", "simulate", "emulate", "report", "profile"])
+@pytest.mark.parametrize("verb", ["plan", "partition", "simulate", "report", "profile"])
 def test_without_a_cluster_it_says_how_to_give_one(refusal, ds_config, monkeypatch, verb):
     monkeypatch.setattr(workspace, "devices_at_hand", lambda: None)
     config = ds_config(cluster=None)

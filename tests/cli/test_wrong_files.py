@@ -30,7 +30,7 @@ def test_json_that_cannot_be_read_is_named(refusal, demo, ds_config, tmp_path, k
     fixed_profile([1, 2, 3]).save(tmp_path / "profile.json")
     wrong = tmp_path / "wrong.json"
     wrong.write_bytes(content)
-    verbs = ("lengths", "pack", "profile", "partition", "plan", "simulate", "emulate", "report", "export", "ask")
+    verbs = ("lengths", "pack", "profile", "partition", "plan", "simulate", "report", "export", "ask")
     of_profile = ("partition", tmp_path / "profile.json", "--num-stages", 2, "--cluster", cluster_of(2))
     commands = [
         *((verb, wrong) for verb in verbs),
@@ -241,6 +241,6 @@ def test_options_that_no_launcher_takes_are_refused(omnibal, tmp_path):
 )
 def test_no_device_holds_so_much_beside_the_model(refusal, ds_config, overhead, reason):
     record = f'{{"num_nodes": 1, "devices_per_node": 2, "device": "a100", "overhead_bytes": {overhead}}}'
-    for verb in ("plan", "simulate", "emulate"):
+    for verb in ("plan", "simulate"):
         line = refusal(verb, ds_config(), "--cluster", record)
         assert reason in line and "\n" not in line

@@ -5,15 +5,15 @@ import pytest
 from omnibal.cluster import Links
 from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
-from omnibal.emulator import device as emulated_device
-from omnibal.emulator.device import DOWN, Clocks, EmulatedDevice, stage_work
-from omnibal.emulator.run import LEAST_SLEEP_SECONDS, EmulationTask
 from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import Operation
 from omnibal.plan import Plan
 from tests.clusters import on_cluster
 from tests.pipeline.profiles import layer, profile
+from tools.emulator import device as emulated_device
+from tools.emulator.device import DOWN, Clocks, EmulatedDevice, stage_work
+from tools.emulator.run import LEAST_SLEEP_SECONDS, EmulationTask
 
 LIMITS = PackLimits(4, 10)
 

@@ -12,7 +12,6 @@ import pytest
 from omnibal.cluster import Encoder, Layout, Links
 from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
-from omnibal.emulator.run import EmulationTask, run_emulation
 from omnibal.errors import InfeasibleError
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.spread import IMAGES
@@ -20,6 +19,7 @@ from omnibal.plan import Plan
 from tests.clusters import on_cluster
 from tests.emulator.test_device import token_layer
 from tests.pipeline.profiles import layer, profile
+from tools.emulator.run import EmulationTask, run_emulation
 
 pytestmark = pytest.mark.distributed
 LOADS = (Load(0, [1, 2, 3]), Load(0, [3, 3, 1]))

@@ -11,9 +11,9 @@ import typer
 from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.emulator.run import EmulationTask, run_emulation
 from omnibal.planner.prediction import Variant
 from tools.bench import table
+from tools.emulator.run import EmulationTask, run_emulation
 from tools.paper.ladder import above_limit, best, fitted, gpu_days, ladder, limits_days
 from tools.paper.setting import Setting
 

@@ -12,13 +12,13 @@ from omnibal.cluster import Cluster, Layout
 from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
 from omnibal.device import Device
-from omnibal.emulator.run import LEAST_SLEEP_SECONDS, EmulationTask, run_emulation
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.pipeline.simulate import Simulation
 from omnibal.plan import Plan
 from omnibal.profile.records import LayerCost, ModelProfile
 from omnibal.report.stages import plot_timeline
+from tools.emulator.run import LEAST_SLEEP_SECONDS, EmulationTask, run_emulation
 
 COSTS = {"1 : 1 : 1": (1.0, 1.0, 0.0), "1 : 1.25 : 0.8, transfers 0.02": (1.25, 0.8, 0.02)}
 """Of a stage, in forward passes: backward to the inputs, to the weights, a transfer; the second as measured."""

@@ -10,12 +10,12 @@ from omnibal.cluster import Cluster, Layout
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.device import Device
-from omnibal.emulator.run import LEAST_SLEEP_SECONDS, EmulationTask, run_emulation
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
 from tools.bench import table
+from tools.emulator.run import LEAST_SLEEP_SECONDS, EmulationTask, run_emulation
 from tools.zero_bubble.emulate import TOKENS, profile
 
 STAGES, REPLICAS, MICRO_BATCHES, LAYERS = 4, 2, 8, 6

@@ -184,7 +184,7 @@ def run_emulation(task: EmulationTask) -> Emulation:
         (folder / TASK_FILE).write_bytes(pickle.dumps(task))
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         environment.pop("LOCAL_SIZE", None)  # a launcher's; DeepSpeed would leave files of 66 MiB in shared memory
-        command = [sys.executable, "-m", "omnibal.emulator.engine", name]
+        command = [sys.executable, "-m", "tools.emulator.engine", name]
         reader, writer = os.pipe()  # closes with this process: the others then end
         with os.fdopen(reader), os.fdopen(writer, "w"):
             done = subprocess.run(

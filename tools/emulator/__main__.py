@@ -1,11 +1,13 @@
-"""omnibal emulate: a plan on DeepSpeed's real engine, with as many local processes as devices that only sleep."""
+"""Runs a plan on DeepSpeed's real engine, with as many local processes as devices that only sleep.
 
-from __future__ import annotations
+python -m tools.emulator ds_configs/mine.json --steps 5 --plot emulated.png
+"""
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
 import typer
@@ -25,13 +27,13 @@ from omnibal.cli.options import (
 )
 from omnibal.cli.planning import plan_of, present_plan, real_packs
 from omnibal.cost import Load
+from omnibal.errors import OmnibalError
 from omnibal.pipeline.simulate import StepSimulation
 from omnibal.pipeline.units import UnitSimulation
 from omnibal.report.stages import plot_timeline
 from omnibal.report.style import GIB, Column, duration, scaled, table_of
-
-if TYPE_CHECKING:
-    from omnibal.emulator.run import Emulation, EmulationTask  # needs torch
+from tools.emulator import run
+from tools.emulator.run import Emulation, EmulationTask
 
 Steps = Sequence[StepSimulation | UnitSimulation]
 STAGE: Final = (
@@ -81,17 +83,15 @@ def emulate(
     each pack of the real sampler, and memory is accounted against the devices'.
     Shows what the cluster would do, beside the simulator's prediction.
 
-    Example: omnibal emulate ds_configs/mine.json --steps 5 --plot emulated.png
+    Example: python -m tools.emulator ds_configs/mine.json --steps 5 --plot emulated.png
     """  # fmt: skip
-    from omnibal.emulator.run import EmulationTask, run_emulation
-
     check_picture("--plot", plot)
     workspace = open_workspace(source, kinds=("ds_config", "plan"), profile=profile, lengths=lengths, cluster=cluster)
     plan = present_plan(workspace) if present else plan_of(workspace)
     task = EmulationTask(workspace.profile, plan, real_packs(workspace, plan, steps=steps).steps)
     doing = f"{task.num_processes} processes start, emulate a step to warm up and {len(task.steps)} to count"
     with working(f"{doing}: {task.wall_seconds:.0f} s and the start"):
-        emulation = run_emulation(task)
+        emulation = run.run_emulation(task)
     # The emulator measures the steps that ran, so memory is predicted for their largest micro-batch, not for the
     # limits'.
     largest = Load.stack(Load.stack(step) for step in task.steps).max()
@@ -183,3 +183,13 @@ def _tables(figures: Mapping[str, Any]) -> list[Table]:
     tables = [table_of(steps, STEP_COLUMNS), table_of(figures["stages"], STAGE_COLUMNS)]
     replicas = figures["replicas"]
     return tables if len(replicas) == 1 else [*tables, table_of(replicas, REPLICA_COLUMNS)]
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app.command()(emulate)
+
+if __name__ == "__main__":
+    try:
+        app()
+    except OmnibalError as error:
+        sys.exit(f"error: {error}")

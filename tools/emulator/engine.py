@@ -1,6 +1,6 @@
 """The processes of an emulated cluster: DeepSpeed's engine with layers that sleep, and packs that carry a number only.
 
-python -m omnibal.emulator.engine FOLDER, where the folder holds the task; forks a process per device.
+python -m tools.emulator.engine FOLDER, where the folder holds the task; forks a process per device.
 """
 
 import os
@@ -24,8 +24,6 @@ from torch.multiprocessing.spawn import start_processes
 
 from omnibal.config import ModelSection, OmnibalSection, layout_of
 from omnibal.cost import Load
-from omnibal.emulator.device import DOWN, UP, Clocks, EmulatedDevice
-from omnibal.emulator.run import FAILURE_FILE, SIZE_SCALE, TASK_FILE, DeviceReport, EmulationTask, StepLog, report_file
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import build_engine, meet
 from omnibal.engine.loader import Batch
@@ -38,6 +36,8 @@ from omnibal.pipeline.schedule import Operation
 from omnibal.pipeline.spread import IMAGES
 from omnibal.vlm.backward import WeightGradients
 from omnibal.vlm.payload import Payload, SentTensors
+from tools.emulator.device import DOWN, UP, Clocks, EmulatedDevice
+from tools.emulator.run import FAILURE_FILE, SIZE_SCALE, TASK_FILE, DeviceReport, EmulationTask, StepLog, report_file
 
 ELEMENT_BYTES: Final = 2  # layers run in bfloat16
 

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omnibal.cost import FloatArray, Load
-from omnibal.emulator.run import EmulationTask, Entry, StepLog
 from omnibal.errors import InfeasibleError, bytes_in_words
 from omnibal.memory.footprint import StageMemory
 from omnibal.memory.spread import SpreadFootprint
@@ -25,6 +24,7 @@ from omnibal.pipeline.schedule import Operation
 from omnibal.pipeline.spread import IMAGES, EncoderWork, Exchanges
 from omnibal.pipeline.units import numbered
 from omnibal.profile.records import Level, every_layer
+from tools.emulator.run import EmulationTask, Entry, StepLog
 
 # A device's bytes: fixed ones through the step; kept ones of a micro-batch from its forward to its backward pass;
 # transient ones within its backward pass; pending ones from a split backward pass to the weight gradients.
