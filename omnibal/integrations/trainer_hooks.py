@@ -3,9 +3,10 @@
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial, wraps
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -32,6 +33,8 @@ from omnibal.profile.records import ModelProfile
 from omnibal.ranks import any_rank
 
 GIB: Final = 2**30
+NON_PADDING: Final = "non_padding"
+"""The value of ``include_num_input_tokens_seen`` for tokens that are no padding."""
 
 
 def worker_options(args: TrainingArguments) -> dict[str, Any]:
@@ -135,6 +138,10 @@ class RecipeCallback(TrainerCallback, ABC):  # type: ignore[misc]
         self.check()
 
 
+ENCODERS: Final = MappingProxyType({"vision": "vision_units", "sound": "sound_units"})
+"""Dist Ratios that are logged where the data have something for the encoder: their names, and columns of loads."""
+
+
 class TrainedStep(NamedTuple):
     seconds: float
     samples: int
@@ -153,6 +160,8 @@ class PacksCallback(RecipeCallback):
         self.costs, self.layout, self._accumulation = costs, layout, trainer.args.gradient_accumulation_steps
         self._began, self._unlogged = 0.0, list[TrainedStep]()
         self._totals, self._peak = defaultdict[str, float](float), 0.0  # of a step that was logged sums alone remain
+        self._encodes = dict.fromkeys(ENCODERS, False)  # whether the data have had anything for an encoder
+        _leave_out_fillers(trainer)
 
     @property
     def vision_unit(self) -> str:
@@ -187,6 +196,11 @@ class PacksCallback(RecipeCallback):
         samples = len(self._sampler.packs_of_step(step).samples)
         return self._sampler.load(step), samples, self._sampler.shares_of(step)
 
+    def tokens(self, state: TrainerState) -> int:
+        """Tokens of the samples of the step that was just trained, without padding and fillers."""
+        packs = self._sampler.packs_of_step((state.global_step - 1) % self._sampler.num_steps)
+        return int(packs.llm_tokens(self._sampler.lengths).sum())
+
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         self._began = time.perf_counter()
 
@@ -195,6 +209,10 @@ class PacksCallback(RecipeCallback):
         seconds = time.perf_counter() - self._began
         with reporting(_DOING):
             load, samples, shares = self.held(state)
+            if args.include_num_input_tokens_seen == NON_PADDING:
+                state.num_input_tokens_seen += self.tokens(state)
+            for encoder, column in ENCODERS.items():
+                self._encodes[encoder] |= bool(getattr(load, column).any())
             waiting = Waiting.of(Load.stack([load]), self.costs, self.layout)
             self._unlogged.append(TrainedStep(seconds, samples, waiting, shares))
 
@@ -215,7 +233,7 @@ class PacksCallback(RecipeCallback):
     def _figures_of_unlogged(self) -> dict[str, float]:
         """Means over the steps since figures were last asked for, which are then part of the totals."""
         steps, self._unlogged = self._unlogged, []
-        figures = _means(steps)
+        figures = _means(steps, [encoder for encoder, has in self._encodes.items() if has])
         for name, figure in figures.items():
             self._totals[name] += figure * len(steps)
         for step in steps:
@@ -239,7 +257,8 @@ class PacksCallback(RecipeCallback):
             f"omnibal: {totals['samples']:.0f} samples in {count:.0f} steps of {figures['seconds']:.3g} s, without "
             f"loading {totals['samples'] / totals['seconds']:.3g} samples a second"
         )
-        waiting = Waiting(figures["dist_ratio_vision"], figures["dist_ratio_tokens"], None, figures["dist_ratio_sound"])
+        vision, tokens, sound = (figures.get(f"dist_ratio_{part}", 0.0) for part in ("vision", "tokens", "sound"))
+        waiting = Waiting(vision, tokens, None, sound)
         text += "".join(f"; {told}" for told in waiting.told(self._sampler.num_replicas, self.vision_unit))
         if "waited_seconds" in figures and self._sampler.num_replicas > 1:
             text += f"; by counted costs a rank waited {figures['waited_seconds']:.2g} s a step"
@@ -248,15 +267,25 @@ class PacksCallback(RecipeCallback):
         print(text)
 
 
-def _means(steps: list[TrainedStep]) -> dict[str, float]:
+def _leave_out_fillers(trainer: Trainer) -> None:
+    """Count tokens that are no padding by step: Trainer would count fillers, and leave out ends where they pad."""
+    track: Callable[[Any], None] = trainer._track_num_input_tokens
+
+    def tracked(inputs: Any) -> None:
+        if trainer.args.include_num_input_tokens_seen != NON_PADDING:
+            track(inputs)
+
+    vars(trainer)["_track_num_input_tokens"] = tracked
+
+
+def _means(steps: list[TrainedStep], encoders: Collection[str]) -> dict[str, float]:
     """Figures over the steps; seconds that ranks waited are the counted share of the seconds that were measured."""
     if not steps:
         return {}
     count = len(steps)
     figures = {
-        "dist_ratio_vision": sum(step.waiting.vision for step in steps) / count,
-        "dist_ratio_tokens": sum(step.waiting.tokens for step in steps) / count,
-        "dist_ratio_sound": sum(step.waiting.sound for step in steps) / count,
+        f"dist_ratio_{part}": sum(getattr(step.waiting, part) for step in steps) / count
+        for part in (*encoders, "tokens")
     }
     shares = [(step.waiting.share, step.seconds) for step in steps]
     if all(share is not None for share, _ in shares):

@@ -225,6 +225,9 @@ class StreamCallback(PacksCallback):
         if self._loader.oversized and state.is_world_process_zero:
             print(f"omnibal: {self._loader.oversized:,} samples exceeded a limit on their own; each {self._fate}")
 
+    def tokens(self, state: TrainerState) -> int:
+        return int(self._loader.step.load.llm_tokens.sum())
+
     def held(self, state: TrainerState) -> tuple[Load, int, Mapping[str, tuple[float, float]]]:
         step = self._loader.step
         return step.load, step.num_samples, step.shares

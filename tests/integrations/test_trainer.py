@@ -395,10 +395,12 @@ def test_a_compiled_model_trains_the_same(tmp_path):
 
 def test_lines_say_what_is_expected_and_what_came(tmp_path, capsys):
     options = {"per_device_train_batch_size": 3, "logging_strategy": "steps", "logging_steps": 2}
+    options["include_num_input_tokens_seen"] = "non_padding"
     trainer = trainer_of("internvl", tmp_path, num_train_epochs=2, **options)
     args = trainer.args
     sampler = balance(trainer, LIMITS["internvl"])
     steps = sampler.num_steps
+    assert any(pack.fillers for step in range(steps) for pack in sampler.packs_of_all_ranks(step))
     line = capsys.readouterr().out
     assert line.startswith("omnibal: 11 samples in packs of at most 7 vision units and 60 tokens, 1.1 samples each; ")
     told = "2 steps an epoch, 6 samples a step asked, 5.5 on average (gradient_accumulation_steps is 5, was 2); "
@@ -414,6 +416,10 @@ def test_lines_say_what_is_expected_and_what_came(tmp_path, capsys):
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(logged) == steps
     assert {"dist_ratio_vision", "dist_ratio_tokens", "waited_seconds"} <= logged[0].keys()
+    assert "dist_ratio_sound" not in logged[0]
+    # Fillers are no samples, and no padding either.
+    assert trainer.state.num_input_tokens_seen == 2 * sum(len(item["input_ids"]) for item in items_of("internvl"))
+    assert logged[-1]["num_input_tokens_seen"] == trainer.state.num_input_tokens_seen
     assert "peak_gib_fullest_rank" not in logged[0]
 
 
