@@ -28,6 +28,7 @@ from omnibal.profile.counted import analytic_profile, device_to_count
 from omnibal.profile.records import ModelProfile
 
 KEPT: Final = 0.05  # how far the samples of a step may be from those that were asked for
+SEVERAL: Final = 1.2  # samples of a pack on average above which something is packed
 
 # Of the search for limits. Each stage looks closer at fewer pairs: a bound on packs, a part packed, the epoch planned.
 COUNTED: Final = 2 * KEPT  # how far the samples of a step may be off by the bound, which planning may mend
@@ -74,10 +75,11 @@ def fit_step(
         longest_row: The most tokens of a pack in which the model computes samples as it does alone.
         memory: What ranks hold, and how much they have; for limits that are searched.
     """
-    # 1. Limits that are given stay where some number of micro-batches fits them.
+    # 1. Limits that are given stay where some number of micro-batches fits them, or nothing fits better.
     # 2. Limits that hold every sample are searched; of those that fit, the ones that waste least are taken.
     # 3. Where packs are then too large for a step: also smaller limits, under which larger samples are alone in packs.
     # 4. Where packs still hold too many samples, as of texts, whose limits are few: fewer tokens, found by halving.
+    # 5. Packs of one sample each, which keep the samples of a step and pack nothing, where all else is far off.
     search = _LimitsSearch(lengths, samples_per_step, batch_size, num_replicas, padded, memory)
     if most is not None:
         given = search.sized(_scaled(most, PLANNED_SHARE) if padded else most)
@@ -93,14 +95,23 @@ def fit_step(
     found: list[StepSize] = []
     for least in (largest, smallest) if largest.within(ceiling) else (smallest,):
         found.append(search.best(least, ceiling, fills_batches=most is None and least == largest))
-        if search.off(found[-1]) <= KEPT:
+        if search.lack(found[-1]) <= KEPT:
             break
-    best = min(found, key=search.off)
-    if search.off(best) > KEPT:
-        best = min(best, search.with_fewer_tokens(best), key=search.off)
+    else:
+        found += [search.with_fewer_tokens(size) for size in (min(found, key=search.lack), search.sized(ceiling))]
+        if all(search.off(size) > KEPT for size in found):
+            found.append(StepSize(smallest, max(round(samples_per_step / num_replicas), 1)))
+    best = min(found, key=search.lack)
+    if most is not None and search.lack(given) <= search.lack(best):
+        return StepSize(most, given.micro_batches)
     if padded:
         return StepSize(_unscaled(best.limits), best.micro_batches)
     return best
+
+
+def holds_one(samples_of_pack: float) -> bool:
+    """Whether packs hold one sample each, or hardly more: nothing is packed."""
+    return samples_of_pack <= SEVERAL
 
 
 def _scaled(limits: PackLimits, share: float) -> PackLimits:
@@ -160,6 +171,11 @@ class _LimitsSearch:
         samples = self.samples(size)
         return 0.0 if self.steps[size] == ceil(len(self.lengths) / self.asked) else abs(samples / self.asked - 1)
 
+    def lack(self, size: StepSize) -> float:
+        """How far off the samples of a step are, and ``COUNTED`` more if packs could hold more than one sample each."""
+        one = self.asked > self.num_replicas and holds_one(self.samples(size) / self.num_replicas / size.micro_batches)
+        return self.off(size) + COUNTED * one
+
     def counted(self, limits: PackLimits) -> tuple[int, float]:
         """The micro-batches that come nearest, and how far off they are, by the bound alone."""
         samples = self.fullness * self.num_replicas * self.bound(limits)
@@ -186,6 +202,8 @@ class _LimitsSearch:
                     f"{self.lacking_bytes(smallest) / 2**30:.1f} GiB too little; let activations be computed again, or "
                     "share more of the model"
                 )
+            if not fills_batches:
+                fitting = [limits for limits in fitting if not holds_one(self.bound(limits))] or fitting
             # 1. How far packs stay below the bound is measured where steps are nearest by the bound alone.
             size = self.sized(min(fitting, key=lambda limits: self.counted(limits)[1]))
             packs = self.steps[size] * size.micro_batches * self.num_replicas
@@ -352,6 +370,8 @@ class AskedSteps:
     epochs: float
     """How many there are, unless ``max_steps`` says when to end."""
     max_steps: int = -1
+    limits: PackLimits | None = None
+    """Those that were given."""
 
     def told(self, sampler: PackSampler) -> str:
         """What an optimizer step holds of what was asked, and what becomes of the schedule where it holds another."""
@@ -391,7 +411,11 @@ def compare(sampler: PackSampler, limits: PackLimits, costs: Costs, layout: Shar
         return Gains(None, present / ours, grouped)
     packs = random_packs(samples, limits, **ranks | {"micro_batches": sampler.micro_batches})
     packed = per_sample(packs.loads, packs.samples_per_step)
-    return Gains(present / packed, packed / ours, grouped)
+    packing, share = present / packed, 1.0
+    if holds_one(samples_per_pack(sampler)) and packing > 1:
+        # Counted costs do not know what more and smaller micro-batches cost: they see that padding is gone.
+        packing, share = 1.0, 1 / packing
+    return Gains(packing, packed / ours, grouped * share)
 
 
 def _drawn(sampler: PackSampler, asked_steps: AskedSteps) -> tuple[Samples, Any]:
@@ -412,6 +436,28 @@ def samples_per_step(sampler: PackSampler) -> float:
     if sampler.mixture is None:
         return len(sampler.lengths) / sampler.num_steps
     return float(np.mean([sampler.step(step).num_samples for step in range(min(sampler.num_steps, COMPARED_STEPS))]))
+
+
+def samples_per_pack(sampler: PackSampler) -> float:
+    """On average, as ``samples_per_step``."""
+    return samples_per_step(sampler) / sampler.num_replicas / sampler.micro_batches
+
+
+def _told_limits(sampler: PackSampler, limits: PackLimits, asked_steps: AskedSteps) -> list[str]:
+    """Why packs are not those of the given limits, and that they hold one sample each."""
+    told, given = [], asked_steps.limits
+    if given not in (None, limits):
+        options: Any = {"num_replicas": sampler.num_replicas, "rank": sampler.rank, "mixture": sampler.mixture}
+        held = samples_per_step(type(sampler)(sampler.lengths, given, **options))
+        held *= max(round(asked_steps.samples_per_step / held), 1)
+        keeps = f" (samples_per_step={round(held)} keeps them)" if abs(held / round(held) - 1) <= KEPT else ""
+        told.append(
+            f"smaller than the given {given.in_words}, under which a step holds {held:.1f} samples and not "
+            f"{asked_steps.samples_per_step}{keeps}"
+        )
+    if holds_one(samples_per_pack(sampler)):
+        told.append("hardly any sample shares a pack: more samples a step (samples_per_step=) or larger limits pack")
+    return told
 
 
 def describe(
@@ -438,8 +484,9 @@ def describe(
     parts = [
         f"omnibal: {len(lengths)} samples in {'padded batches' if padded else 'packs'} of at most "
         f"{limits.vision_units} {lengths.vision_unit} and {limits.llm_tokens} tokens{sounds}, "
-        f"{samples_per_step(sampler) / sampler.num_replicas / sampler.micro_batches:.1f} samples each",
+        f"{samples_per_pack(sampler):.1f} samples each",
         *([f"{alone} samples exceed these limits, each is alone in one"] if alone else []),
+        *_told_limits(sampler, limits, asked_steps),
         asked_steps.told(sampler),
         *waiting_of(first),
         *([f"{padding_share(sampler):.0%} of tokens are padding"] if padded else []),

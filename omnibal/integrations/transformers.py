@@ -180,7 +180,7 @@ def balance(
     loss.install()
     # Batches of the samples asked for are what packs are compared with.
     batches = max(round(asked / batch), 1)
-    asked_steps = AskedSteps(asked, batch_size, batches, args.num_train_epochs, args.max_steps)
+    asked_steps = AskedSteps(asked, batch_size, batches, args.num_train_epochs, args.max_steps, limits)
     if trainer.is_world_process_zero():
         device = None if counted is None else counted.device
         with reporting("the line about packs"):

@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -23,6 +24,7 @@ from omnibal.integrations.trainer_steps import (
     describe,
     fit_step,
     padding_share,
+    samples_per_pack,
     step_seconds,
 )
 from tests.integrations.items import config_of
@@ -103,6 +105,45 @@ def test_the_line_says_what_was_asked_and_what_a_step_holds():
     line = describe(sampler, small, None, "ddp", AskedSteps(64, 4, 4, 2.0))
     assert f"; {len(small.oversized(LENGTHS))} samples exceed these limits, each is alone in one; " in line
     assert f"as near as packs come: {2 * sampler.num_steps} optimizer steps in all instead of 126" in line
+
+
+def small_samples(seed):
+    rng = np.random.default_rng(seed)
+    images = rng.choice([0, 1, 1, 2], 120)
+    patches = np.where(images > 0, images * rng.choice([16, 24, 36, 48, 64], 120), 0)
+    return SampleLengths(patches, rng.integers(10, 90, 120) + patches // 4)
+
+
+def described(lengths, asked, limits, *, batch_size=2):
+    """What two ranks train under given limits, their samples of a pack, and the line."""
+    size = fit_step(lengths, asked, batch_size=batch_size, num_replicas=2, most=limits)
+    sampler = PackSampler(lengths, size.limits, rank=0, num_replicas=2, micro_batches=size.micro_batches)
+    asked_steps = AskedSteps(asked, batch_size, max(asked // 2 // batch_size, 1), 1.0, limits=limits)
+    return size, samples_per_pack(sampler), describe(sampler, size.limits, COSTS, "ddp", asked_steps)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_given_limits_are_made_smaller_with_a_reason(seed):
+    lengths = small_samples(seed)
+    size, of_pack, line = described(lengths, 4, PackLimits(300, 400))
+    assert size.micro_batches == 1
+    assert of_pack == pytest.approx(2, rel=2 * KEPT)  # not one sample in each of two packs
+    told = "smaller than the given 300 vision units and 400 LLM tokens, under which a step holds "
+    keeps = re.search(told + r"1\d.\d samples and not 4 \(samples_per_step=(1\d) keeps them\)", line)
+    kept, of_pack, line = described(lengths, int(keeps[1]), PackLimits(300, 400))
+    assert (kept.limits, of_pack > 4) == (PackLimits(300, 400), True)
+    assert "smaller than" not in line
+
+
+def test_packs_of_one_sample_promise_no_packing():
+    lengths = small_samples(0)
+    promises = set()
+    for limits, asked in ((PackLimits(50, 60), 16), (PackLimits(300, 400), 2), (PackLimits(300, 400), 12)):
+        _, of_pack, line = described(lengths, asked, limits)
+        assert ("hardly any sample shares a pack" in line) == (of_pack <= 1.2) == (asked != 12)
+        promises.add(re.search(r"(\d\.\d\dx) the samples", line)[1])
+        assert of_pack > 1.2 or "packing 1.00x" in line or "no gain here" in line
+    assert len(promises) == 3  # each is that of its own packs
 
 
 def test_a_part_of_an_epoch_is_whole_steps():
