@@ -72,9 +72,10 @@ def test_a_wheel_has_all_that_is_needed_without_the_repository(wheel, tmp_path):
 @pytest.mark.parametrize(("flavour", "code"), [("", SMOKE), ("[trainer]", SMOKE + TRAINER)])
 def test_a_wheel_installs_into_an_empty_environment(wheel, tmp_path, flavour, code):
     venv.create(tmp_path / "env", with_pip=True)
-    python = tmp_path / "env" / "bin" / "python"
-    run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", f"omnibal{flavour} @ {wheel.as_uri()}")
+    python, wanted = tmp_path / "env" / "bin" / "python", f"omnibal{flavour} @ {wheel.as_uri()}"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    run(python, "-c", code, ROOT, cwd=tmp_path, env=environment)
-    said = run(tmp_path / "env" / "bin" / "omnibal", "--help", cwd=tmp_path, env=environment)
+    alone = {"cwd": tmp_path, "env": environment}
+    run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", wanted, **alone)
+    run(python, "-c", code, ROOT, **alone)
+    said = run(tmp_path / "env" / "bin" / "omnibal", "--help", **alone)
     assert "advise" in said and "plan" in said
