@@ -6,21 +6,19 @@ Qwen-VL's (images within messages or within their text), ms-swift's and LLaMA-Fa
 images do.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from re import compile as pattern
 from typing import Any, Final, NamedTuple
 
 from omnibal.errors import DataError
 from omnibal.families.base import Size
+from omnibal.formats.inline import ADDRESSES, content_of, unwrapped
 
 IMAGE_MARK: Final = "<image>"
 VIDEO_MARK: Final = "<video>"
 SOUND_MARK: Final = "<audio>"
-LONGEST_PATH: Final = 4096
-"""Linux opens no longer one (PATH_MAX): what is longer is the picture itself."""
-AS_FILES: Final = "write pictures that stand in the data to files, and name those"
 ROLES: Final = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 OTHER_ASKERS: Final = ("tool", "observation", "tool_response", "function_response")
 """Roles that advice counts as users': turns of tools carry no loss. Training does not take them."""
@@ -28,9 +26,13 @@ TURN_KEYS: Final = ("conversations", "messages", "conversation")
 QUESTION_KEYS: Final = ("instruction", "input", "prompt", "query", "question")
 ANSWER_KEYS: Final = ("output", "response", "answer", "completion")
 IMAGE_KEYS: Final = ("image", "images", "image_path", "img")
+PICTURE_WORDS: Final = ("image", "img", "picture", "photo")
+"""Of keys that may hold pictures."""
 BESIDE: Final = "__beside__"
 """Key of the files that a tar shard holds beside a record, by their marks; they stand for those that the record names.
 """
+PART_KEYS: Final = ("image", "image_url", "path", "url", "source", "base64", "data", "bytes")
+"""Where a part of a message holds an image, by name or by content."""
 VIDEO_KEYS: Final = ("video", "videos")
 SOUND_KEYS: Final = ("audio", "audios")
 FRAME_FILES: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
@@ -41,7 +43,7 @@ OWN_SAMPLING: Final = (
 )
 """What qwen-vl-utils and qwen-omni-utils read beside a video or a sound."""
 PREFERENCE_KEYS: Final = ("chosen", "rejected", "rejected_response", "rejected_messages", "kto_tag")
-NAMED_IMAGE: Final = pattern(r"<img>([^<>]+)</img>")
+NAMED_IMAGE: Final = re.compile(r"<img>([^<>]+)</img>")
 """Qwen-VL's way to name an image within the text."""
 
 Picture = Path | bytes
@@ -116,7 +118,13 @@ def read_conversation(record: Mapping[str, Any], root: Path, *, strict: bool = T
             f"response), got the keys {', '.join(map(str, record))}"
         )
     beside = record.get(BESIDE, {})
+    for mark, files in beside.items() if strict else ():
+        if len(named[mark]) > len(files):
+            kind = mark.strip("<>")
+            raise DataError(f"sample must hold each {kind} that it names, got {len(files)} of {len(named[mark])}")
     named |= beside
+    if strict and not named[IMAGE_MARK]:
+        _refuse_other_names(record)
     if strict:
         _check_order([turn.role for turn in turns])
     for mark, files in named.items():
@@ -165,6 +173,17 @@ def _named_images(record: Mapping[str, Any]) -> list[Any]:
     if any(other != named for other in given.values()):
         raise DataError(f"sample must name its images under one key, got different ones under {' and '.join(given)}")
     return list(named)
+
+
+def _refuse_other_names(record: Mapping[str, Any]) -> None:
+    """Refuse a record whose pictures stand under keys that nobody reads: it would be trained without them."""
+    for key, value in record.items():
+        if key in IMAGE_KEYS or not any(word in str(key).lower() for word in PICTURE_WORDS):
+            continue
+        held = unwrapped(next(iter(_listed(value)), None))
+        text = held.lower() if isinstance(held, str) and not re.search(r"\s", held) else ""
+        if isinstance(held, bytes) or text.startswith("data:") or text.endswith(FRAME_FILES):
+            raise DataError(f"sample must name its images under {' or '.join(IMAGE_KEYS[:2])}, got them under {key!r}")
 
 
 def _said(record: Mapping[str, Any], *, strict: bool) -> list[tuple[str, str, Any]]:
@@ -236,15 +255,16 @@ def _content(content: Any, place: str, *, names_in_text: bool, strict: bool) -> 
                 raise DataError(f"{place} must be a text or a list of parts, got the part {part!r:.80}")
             text += str(part)
             continue
-        kind = next((k for k in ("video", "audio") if str(part.get("type")).startswith(k) or part.get(k)), None)
+        form = str(part.get("type")).removeprefix("input_")
+        kind = next((k for k in ("video", "audio") if form.startswith(k) or part.get(k)), None)
         if kind is not None:
             text += f"<{kind}>"
             found[f"<{kind}>"] += _clip_of(part, kind, place)
             continue
-        image = next((part[key] for key in ("image", "image_url", "path", "url") if part.get(key)), None)
-        if str(part.get("type")).startswith("image") or (image is not None and not part.get("text")):
+        image = next((part[key] for key in PART_KEYS if part.get(key)), None)
+        if form.startswith("image") or (image is not None and not part.get("text")):
             text += IMAGE_MARK
-            found[IMAGE_MARK] += _listed(image.get("url") or image if isinstance(image, Mapping) else image)
+            found[IMAGE_MARK] += _listed(image)
         elif isinstance(part.get("text"), str):
             text += part["text"]
         elif strict:
@@ -260,8 +280,8 @@ def _clip_of(part: Mapping[str, Any], kind: str, place: str) -> list[Any]:
         raise DataError(
             f"{place} must leave {own[0]} to the {kind} processor of the model's folder, got {part[own[0]]!r}; {remedy}"
         )
-    clip = next((part[key] for key in (kind, f"{kind}_url", "path", "url") if part.get(key)), None)
-    clip = clip.get("url") if isinstance(clip, Mapping) and "url" in clip else clip
+    keys = (kind, f"{kind}_url", f"input_{kind}", *PART_KEYS)
+    clip = next((part[key] for key in keys if part.get(key)), None)
     return [] if clip is None else [clip]
 
 
@@ -286,16 +306,15 @@ def _video(video: Any, root: Path) -> Video:
 
 
 def _picture(image: Any, root: Path, what: str = "image") -> Picture:
-    if isinstance(image, Mapping):
-        if isinstance(image.get("bytes"), bytes | bytearray):
-            return bytes(image["bytes"])
-        image = image.get("path") or image
-    if not isinstance(image, str) or not image:
-        raise DataError(f"{what} must be a path or a list of paths, got {image!r:.80}; {AS_FILES}")
-    if image.startswith(("data:", "http://", "https://")) or len(image) > LONGEST_PATH:
-        kind = "data" if len(image) > LONGEST_PATH or image.startswith("data:") else "an address"
-        raise DataError(f"{what} must be a path, got {len(image)} characters of {kind}, {image:.30}…; {AS_FILES}")
-    return root / image.removeprefix("file://")
+    held = unwrapped(image)
+    content = content_of(held, what)
+    if content is not None:
+        return content
+    if not isinstance(held, str) or not held:
+        raise DataError(f"{what} must be a path, bytes, base64, a data URI, or a list of these, got {held!r:.80}")
+    if held.startswith(ADDRESSES):
+        raise DataError(f"{what} must be a path or content, got an address, {held:.60}; download it, and name the file")
+    return root / held.removeprefix("file://")
 
 
 def _stated_sizes(record: Mapping[str, Any], count: int) -> tuple[Size, ...] | None:

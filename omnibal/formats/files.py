@@ -14,7 +14,7 @@ import mmap
 import re
 import tarfile
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -34,15 +34,21 @@ from omnibal.records import parse_json
 
 BLOCK_BYTES: Final = 1 << 20
 HEAD_CHARACTERS: Final = 1 << 16
-INDEX_FORMAT: Final = 1
+INDEX_FORMAT: Final = 2
 ENTRIES_FILE, RECORD_FILE = "entries.npy", "index.json"
 TARS: Final = (".tar", ".tar.gz", ".tgz")
 MEMBERS: Final = {
-    IMAGE_MARK: ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff"),
-    VIDEO_MARK: ("mp4", "mkv", "webm", "mov", "avi"),
-    SOUND_MARK: ("wav", "flac", "ogg", "mp3"),
+    IMAGE_MARK: (
+        *("jpg", "jpeg", "jpe", "jfif", "png", "apng", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "pbm", "pnm"),
+        *("jp2", "j2k", "avif", "heic", "heif", "tga", "ico"),
+    ),
+    VIDEO_MARK: ("mp4", "m4v", "mkv", "webm", "mov", "avi", "mpg", "mpeg", "wmv", "flv", "ts", "3gp", "ogv"),
+    SOUND_MARK: ("wav", "flac", "ogg", "oga", "opus", "mp3", "m4a", "aac", "aif", "aiff", "wma"),
 }
-"""Kinds of a tar's members that are images, videos and sounds."""
+"""Kinds of a tar's members that are images, videos and sounds, be they of a kind that is read or refused."""
+SYSTEM_FILES: Final = ("thumbs.db", "ehthumbs.db", "desktop.ini", "@longlink", "icon\r")
+SYSTEM_FOLDERS: Final = ("__macosx", "paxheader", "@paxheader", "@eadir", "lost+found", "$recycle.bin")
+"""What file managers and archivers leave beside data, in lower case; hidden files (``._a.jpg``, ``.DS_Store``), too."""
 TEXTS: Final = ("txt", "caption", "text")
 SAVED: Final = ("dataset_dict.json", "dataset_info.json", "state.json")
 """One of these lies where ``datasets`` saved something."""
@@ -128,13 +134,25 @@ def files_of(path: Path) -> list[Path]:
     if not path.is_dir() or any((path / name).is_file() for name in SAVED):
         return [path]
     kinds = ((".parquet",), (".arrow",), TARS, (".jsonl",))
-    found = [sorted(file for file in path.iterdir() if file.name.endswith(kind)) for kind in kinds]
+    held_files = [file for file in path.iterdir() if not is_system_file(file.name)]
+    found = [sorted(file for file in held_files if file.name.endswith(kind)) for kind in kinds]
     if sum(map(bool, found)) != 1:
         held = ", ".join(files[0].name for files in found if files) or "none"
         raise DataError(
             f"data must be {KINDS}, or a folder of such files of one kind, got the folder {path} with {held}"
         )
     return next(filter(None, found))
+
+
+def is_system_file(name: str) -> bool:
+    """Whether a file's or a member's name is one that systems give to files of their own: such a one is no data.
+
+    >>> [is_system_file(name) for name in ("a/._0.jpg", "__MACOSX/0.jpg", "PaxHeaders.7/0.jpg", "./a.b/0.jpg")]
+    [True, True, True, False]
+    """
+    parts = [part.lower() for part in name.split("/") if part not in ("", ".", "..")]
+    folders = (part.startswith((".", "paxheaders")) or part in SYSTEM_FOLDERS for part in parts[:-1])
+    return any(folders) or any(part.startswith(".") or part in SYSTEM_FILES for part in parts[-1:])
 
 
 def is_tar(path: Path) -> bool:
@@ -157,7 +175,8 @@ def is_dataset(path: Path) -> bool:
     """Whether a file or folder holds rows, by its name and its first characters."""
     if path.is_dir():
         return any((path / name).is_file() for name in SAVED) or any(
-            file.name.endswith((".parquet", ".jsonl", *TARS)) for file in path.iterdir()
+            file.name.endswith((".parquet", ".jsonl", *TARS)) and not is_system_file(file.name)
+            for file in path.iterdir()
         )
     if is_tar(path) or is_table(path):
         return True
@@ -328,8 +347,7 @@ def _scan_tar(path: Path) -> tuple[Entries, str]:
         raise DataError(f"annotation must be an unpacked tar where samples are read by number, got {path}; unpack it")
     digest, stops, starts = hashlib.blake2b(digest_size=16), list[int](), list[int]()
     with _open_tar(path) as (_, members):
-        for _, found in groupby(members, key=_key_of):
-            sample = list(found)
+        for sample in _samples(path, members):
             starts.append(sample[0].offset)
             stops.append(_end(sample[-1]))
             for member in sample:
@@ -343,9 +361,25 @@ def _tar_samples(path: Path, begin: int = 0) -> Iterator[tuple[int, str, Callabl
     What reads them may be called until the next sample is asked for.
     """
     with _open_tar(path, begin) as (tar, members):
-        for key, found in groupby(members, key=_key_of):
-            sample = list(found)
-            yield _end(sample[-1]), key, partial(_contents, tar, sample)
+        for sample in _samples(path, members):
+            yield _end(sample[-1]), _key_of(sample[0]), partial(_contents, tar, sample)
+
+
+def _samples(path: Path, members: Iterable[tarfile.TarInfo]) -> Iterator[list[tarfile.TarInfo]]:
+    """The members of each sample, which stand side by side; refused if those of one sample stand in two places."""
+    seen: dict[int, frozenset[str]] = {}  # kinds of the members of each name so far
+    sets: dict[frozenset[str], frozenset[str]] = {}
+    for key, found in groupby(members, key=_key_of):
+        sample = list(found)
+        kinds = frozenset(_key_and_kind(member.name)[1] for member in sample)
+        before = seen.get(hash(key), kinds)
+        if not before & kinds:
+            raise DataError(
+                f"members of a sample must stand side by side in a shard, got {key}.{min(before)} and "
+                f"{key}.{min(kinds)} apart in {path}; `tar --sort=name` writes them so"
+            )
+        seen[hash(key)] = sets.setdefault(kinds, kinds)
+        yield sample
 
 
 @contextmanager
@@ -365,7 +399,7 @@ def _open_tar(path: Path, begin: int = 0) -> Iterator[tuple[tarfile.TarFile, Ite
 def _members(tar: tarfile.TarFile, file: Any) -> Iterator[tarfile.TarInfo]:
     for member in iter(tar.next, None):
         tar.members.clear()  # type: ignore[attr-defined]  # or the list would grow with the tar
-        if member.isfile():
+        if member.isfile() and not is_system_file(member.name):
             yield member
     if file.seek(0, SEEK_END) % tarfile.BLOCKSIZE:  # tarfile takes half a header for the end
         raise tarfile.ReadError("unexpected end of data")

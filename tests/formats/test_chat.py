@@ -94,7 +94,7 @@ def test_advice_takes_what_training_refuses():
         ({"query": "What?", "answer": ["a", "b"]}, "answer must be a text or a list of parts, got the part 'a'"),
         (
             {"query": "What?", "response": "a", "image": "https://a/b.png"},
-            "image must be a path, got 15 characters of an",
+            "image must be a path or content, got an",
         ),
     ],
 )
@@ -123,19 +123,21 @@ def test_other_records_are_refused(other, reason):
             record(("human", "<image>"), ("gpt", "<image>"), image=["a", "b"]),
             "got 1 for 2 image",
         ),
-        (record(("human", "Hi"), ("gpt", "Hi"), image={"place": "a"}), "image must be a path or a list of paths"),
         (
-            record(("human", "<image>"), ("gpt", "Hi"), image="data:image/png;base64,iVBORw0KGgo="),
-            "image must be a path, got 34 characters of data, data:image/png;base64,iVBORw0K…; write pictures that "
-            "stand in the data to files, and name those",
+            record(("human", "Hi"), ("gpt", "Hi"), image={"place": "a"}),
+            "image must be a path, bytes, base64, a data URI, or a list",
         ),
         (
-            record(("human", "<image>"), ("gpt", "Hi"), image=["/9j/4AAQ" * 600]),
-            "image must be a path, got 4800 characters of data, /9j/4AAQ",
+            record(("human", "<image>"), ("gpt", "Hi"), image="data:image/png;base64,iVBORw0KG"),
+            "image must be a path or base64 that can be decoded, got 9 characters, iVBORw0KG…: ",
+        ),
+        (
+            record(("human", "<image>"), ("gpt", "Hi"), image=["?9j/4AAQ" * 600]),
+            "image must be a path or base64 that can be decoded, got 4800 characters, .9j/4AAQ",
         ),
         (
             record(("human", "Hi"), ("gpt", "Hi"), audio="https://x.org/a.wav"),
-            "audio must be a path, got 19 characters of an",
+            "audio must be a path or content, got an address, https://x.org/a.wav; download it",
         ),
         (
             record(("human", "Hi"), ("gpt", "Hi"), image="a", images=["b"]),

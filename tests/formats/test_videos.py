@@ -201,7 +201,7 @@ def test_forms_of_records_are_read_alike(record, tmp_path):
     [
         ({"video": "a.mp4", "videos": ["a.mp4"]}, "must name its videos under one key"),
         ({"video": ["a.mp4", "b.mp4"], "query": "<video>?"}, "one <video> per video, got 1 for 2 video"),
-        ({"video": "https://x.org/a.mp4"}, "video must be a path, got 19 characters of an address"),
+        ({"video": "https://x.org/a.mp4"}, "video must be a path or content, got an address"),
         (
             {"query": "", "messages": [{"role": "user", "content": [CLIP | {"fps": 1.0}]}, SAID]},
             "must leave fps to the video processor of the model's folder, got 1.0; video_preprocessor",
