@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import multiprocessing
+import os
 import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -14,6 +15,8 @@ from typing import Any
 from tools.gpu.report import FAILED, Row
 
 START_SECONDS = 90  # imports, and a device that begins to answer
+FULL = "out of memory"
+MOST_LEFT = 2**30  # bytes of a device that a job may leave taken
 
 
 class Jobs:
@@ -21,10 +24,13 @@ class Jobs:
 
     Args:
         function: ``"module:name"`` of a generator function of rows.
+        keeps: Whether jobs leave a model on the device for the next one; else a process that leaves one is ended.
     """
 
-    def __init__(self, function: str) -> None:
-        self._function, self._process, self._link = function, None, None
+    def __init__(self, function: str, *, keeps: bool = False) -> None:
+        self._function, self._keeps = function, keeps
+        self._process: Any = None
+        self._link: Any = None
 
     def rows(self, job: Any, seconds: float, **names: Any) -> Iterator[Row]:
         """The rows of one job, each with ``names`` in front; a row that says so if it failed.
@@ -51,23 +57,23 @@ class Jobs:
                 self.end()
                 yield {**names, FAILED: f"its process ended with {code}"}
                 return
-            if kind == "end":
-                return
             if kind == "row":
                 yield {**names, **value}
                 continue
-            yield {**names, FAILED: value}
-            if kind == "broken":
+            error, is_sound = value
+            if error is not None:
+                yield {**names, FAILED: error}
+            if not is_sound:
                 self.end()
             return
 
     def _start(self) -> None:
         spawning = multiprocessing.get_context("spawn")
         self._link, other = spawning.Pipe()
-        self._process = spawning.Process(target=_work, args=(self._function, other))
+        self._process = spawning.Process(target=_work, args=(self._function, self._keeps, other))
         self._process.start()
         other.close()
-        if not self._link.poll(START_SECONDS) or self._link.recv() != "ready":
+        if not self._link.poll(START_SECONDS) or self._link.recv()[0] != "ready":
             self.end()
             raise RuntimeError(f"{self._function} must start within {START_SECONDS} s, got no answer")
 
@@ -79,27 +85,36 @@ class Jobs:
         self._process = self._link = None
 
 
-def _work(function: str, link: Connection) -> None:
+def _work(function: str, keeps: bool, link: Connection) -> None:
+    # One device: with several, Trainer would split batches over all of them.
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     import torch
 
     module, name = function.split(":")
     run = getattr(importlib.import_module(module), name)
-    link.send("ready")
+    link.send(("ready", None))
     while True:
         try:
             job = link.recv()
         except EOFError:  # the other end is gone
             return
+        error, is_sound = None, True
         try:
             for row in run(job):
                 link.send(("row", row))
-            answer: tuple[str, Any] = "end", None
-        except torch.OutOfMemoryError as error:  # the device is as good as before
-            answer = "failed", f"out of memory: {str(error).splitlines()[0]}"
-        except Exception as error:  # behind an error of a kernel each call of the process fails
+        except Exception as raised:
             traceback.print_exc()
-            answer = "broken", f"{type(error).__name__}: {error}"[:400]
+            error, is_sound = said(raised)
         gc.collect()
-        if torch.cuda.is_available():
+        if torch.cuda.is_available() and is_sound:
             torch.cuda.empty_cache()
-        link.send(answer)
+            is_sound = keeps or torch.cuda.memory_allocated() < MOST_LEFT
+        link.send(("end", (error, is_sound)))
+
+
+def said(error: Exception) -> tuple[str, bool]:
+    """What a row says of an error, and whether the process may go on: behind an error of a kernel each call fails."""
+    text = f"{type(error).__name__}: {error}"[:400]
+    # cuBLAS tells with an error of its own that it gets no memory.
+    is_full = any(name in text for name in ("OutOfMemoryError", FULL, "CUBLAS_STATUS_ALLOC_FAILED"))
+    return (f"{FULL}: {str(error).splitlines()[0][:150]}", True) if is_full else (text, False)

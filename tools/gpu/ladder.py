@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -11,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from io import StringIO
+from threading import Thread
 from time import perf_counter
 from typing import Any
 
@@ -23,12 +23,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.integrations.target_rows import base_of, language_of, target_rows
-from omnibal.integrations.trainer_steps import module_of
+from omnibal.integrations.trainer_steps import fit_step, module_of
 from omnibal.integrations.transformers import balance
 from tools.dropin.ways import Task, by_tokens, default, group_by_length
-from tools.gpu.jobs import Jobs
+from tools.gpu.jobs import FULL, Jobs
 from tools.gpu.layers import counted_device
-from tools.gpu.models import PADDING, TINY, TiledDataset, random_model
+from tools.gpu.models import PADDING, TINY, TiledDataset, made_lengths, random_model
 from tools.gpu.report import FAILED, Report, Row
 from tools.parity.run import padded_batch
 
@@ -80,7 +80,7 @@ FREED = {"all layers freed": (1.0, 1.0), "ViT and half of the LLM freed": (1.0, 
 """What stands for a choice of layers that do not recompute, as long as ``balance`` makes none."""
 SETTINGS = (Setting("8B"), Setting("2B", checkpointing=False), Setting("8B", lora=True))
 SMALL = (Setting(TINY), Setting(TINY, checkpointing=False, lora=True, batch=2, accumulation=2))
-BEHIND = 10  # seconds of a way beside its steps: to make a model, plan packs and start
+BEHIND = 12  # seconds of a way beside its steps: to make a model, plan packs and start
 EXPLAINED = (
     "transformers.Trainer, random weights, pure bf16, fused AdamW. Tokens are real ones; MFU counts 6 (with frozen "
     "weights 4, without a backward pass 2) times parameters and tokens, no recomputation and no attention."
@@ -97,13 +97,16 @@ def ways(setting: Setting) -> list[Way]:
         own = Way(f"balance, {name}", tuple((other, value) for other, value in plain.items() if other != name))
         return [own] if name in plain else list(by_hand)
 
-    found = [Way(name) for name in ("random", "group_by_length")]
-    found += [Way(name, tuple(plain.items())) for name in ("balance", "packed by tokens")]
+    found = [Way("random"), Way("group_by_length"), Way("balance", tuple(plain.items()))]
     if plain:
         found.append(Way("balance, all savings"))
+    freed = [Way(f"balance, {name}", freed=shares) for name, shares in FREED.items()]
     if setting.checkpointing:
-        found += saving("recompute", [Way(f"balance, {name}", freed=freed) for name, freed in FREED.items()])
-    return [*found, *saving("head", [Way("balance, head on target rows", on_targets=True)])]
+        found += saving("recompute", freed[:1] if setting.lora else freed)
+    if setting.lora:  # time is short
+        return found
+    found += saving("head", [Way("balance, head on target rows", on_targets=True)])
+    return [*found, Way("packed by tokens", tuple(plain.items()))]
 
 
 def compiled(setting: Setting) -> Way:
@@ -118,8 +121,11 @@ def compiled(setting: Setting) -> Way:
 def add_ladder(report: Report, *, small: bool) -> None:
     """A table of each setting; compilers, which take long and may fail, behind all of them."""
     settings = SMALL if small else SETTINGS
+    # numba's code is compiled beside the first ways, and found by the process of the jobs.
+    planned = {"batch_size": 4, "num_replicas": 1}
+    Thread(target=fit_step, args=(made_lengths(TINY, 400), 16), kwargs=planned, daemon=True).start()
     tables = {str(setting): [(setting, way) for way in ways(setting)] for setting in settings}
-    tables["Compiled blocks"] = [(setting, compiled(setting)) for setting in settings]
+    tables["Compiled blocks"] = [(setting, compiled(setting)) for setting in settings[:2] if not setting.lora]
     jobs, left = Jobs(f"{__name__}:trained"), sum(map(len, tables.values()))
 
     def rows(turns: list[tuple[Setting, Way]]) -> Iterator[Row]:
@@ -127,8 +133,8 @@ def add_ladder(report: Report, *, small: bool) -> None:
         for setting, way in turns:
             seconds = max(report.seconds_left / left - BEHIND, 0.0)
             left -= 1
-            limit = min(3 * (seconds + BEHIND), report.seconds_left)
-            yield from jobs.rows((setting, way, seconds, small), limit, batches=way.name)
+            limit = max(min(3 * (seconds + BEHIND), report.seconds_left), 1)
+            yield from _rows(jobs, setting, way, (seconds, small), limit)
 
     try:
         for title, turns in tables.items():
@@ -137,21 +143,22 @@ def add_ladder(report: Report, *, small: bool) -> None:
         jobs.end()
 
 
-def trained(job: tuple[Setting, Way, float, bool]) -> Iterator[Row]:
-    """The row of one way; where memory does not suffice, a row that says so and one of half the batch."""
-    setting, way, seconds, small = job
+def _rows(jobs: Jobs, setting: Setting, way: Way, options: tuple[float, bool], limit: float) -> Iterator[Row]:
+    """The row of one way; if memory does not suffice, a row that says so and that of half the batch."""
     while True:
-        micro = {"batch": f"{setting.batch} x {setting.accumulation}"}
-        try:
-            yield micro | Run(setting, way, seconds, small=small).row()
-            return
-        except torch.OutOfMemoryError as error:
-            yield micro | {FAILED: f"out of memory: {str(error).splitlines()[0][:150]}"}
-        if setting.batch == 1:
+        names, is_full = {"batches": way.name, "batch": f"{setting.batch} x {setting.accumulation}"}, False
+        for row in jobs.rows((setting, way, *options), limit, **names):
+            is_full = str(row.get(FAILED, "")).startswith(FULL)
+            yield row
+        if not is_full or setting.batch == 1:
             return
         setting = replace(setting, batch=setting.batch // 2, accumulation=2 * setting.accumulation)
-        gc.collect()
-        torch.cuda.empty_cache()
+
+
+def trained(job: tuple[Setting, Way, float, bool]) -> Iterator[Row]:
+    """The row of one way."""
+    setting, way, seconds, small = job
+    yield Run(setting, way, seconds, small=small).row()
 
 
 class Run:
@@ -308,6 +315,8 @@ class Clock(TrainerCallback):  # type: ignore[misc]
         vars(trainer)["get_batch_samples"] = self._load
         trainer.add_callback(self)
         trainer.model.register_forward_pre_hook(self._count, with_kwargs=True)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
 
     def _load(self, *arguments: Any) -> Any:
         begin = perf_counter()  # the device has done its last step
@@ -327,8 +336,6 @@ class Clock(TrainerCallback):  # type: ignore[misc]
         """Wait for the device, and look at the clock."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-            if len(self.marks) == WARM_UP:  # the optimizer has its state
-                torch.cuda.reset_peak_memory_stats()
         self.marks.append(np.array([perf_counter(), *map(float, self._held)]))
         timed = len(self.marks) - WARM_UP
         if timed >= LEAST_TIMED and self.marks[-1][0] - self.marks[WARM_UP - 1][0] > self._seconds:

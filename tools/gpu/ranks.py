@@ -38,7 +38,7 @@ EXPLAINED = (
 def add_ranks(report: Report, *, small: bool) -> None:
     """A table of each cluster."""
     name, clusters = (TINY, SMALL) if small else ("8B", CLUSTERS)
-    jobs = Jobs(f"{__name__}:measured")
+    jobs = Jobs(f"{__name__}:measured", keeps=True)
     try:
         for number, cluster in enumerate(clusters):
             seconds = report.seconds_left / (len(clusters) - number)
