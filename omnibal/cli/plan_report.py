@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.table import Table
 
+from omnibal.advise.changes import SAME_STEP
 from omnibal.advise.gains import Way, gain_over
 from omnibal.cli.planning import STEPS, cheapest_way, present_plan, real_packs
 from omnibal.data.limits import largest_load
@@ -159,6 +160,7 @@ class PlanReport:
             f"parameters trained: {trained_in_words(self.result.choice.model.whole.trained)}",
             f"predicted: step {duration(predicted.step_seconds)} of {predicted.samples_per_step:,.0f} samples, "
             f"{rate:,.1f} samples/s, bubble {predicted.bubble_ratio:.1%}",
+            *self._other_step(predicted.samples_per_step),
             *self.gain.lines(rate),
             *([self._bound()] if explain or not self.gain.variants else ()),
             *([_trials_table(self.trials)] if self.trials else ()),
@@ -166,6 +168,19 @@ class PlanReport:
             f"written: {self.out}",
             *([] if self.entered is None else [f"entered in {self.entered}"]),
             *([] if self.followed is None else [f"training follows {self.followed}; --write enters this one"]),
+        ]
+
+    def _other_step(self, samples_per_step: float) -> list[str]:
+        """Why a step has other samples than were asked for, if it has."""
+        model = self.result.choice.model
+        asked, packs = model.request.global_batch, model.packing.micro_batches * model.layout.num_replicas
+        if abs(samples_per_step / asked - 1) <= SAME_STEP:
+            return []
+        given = "the given limits" if model.request.limits is not None else "these limits"
+        near = "" if model.request.keeps_batch(samples_per_step) else "; no limits that were tried come nearer"
+        return [
+            f"samples a step: {samples_per_step:,.0f} in place of the {asked:,} asked for: {packs:,} packs under "
+            f"{given} hold {samples_per_step / packs:.2f} samples each, and epochs have whole steps{near}"
         ]
 
     def _explanations(self) -> list[Table]:

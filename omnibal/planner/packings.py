@@ -33,7 +33,7 @@ class PlanRequest:
     cluster: Cluster
     """All of its devices take part."""
     global_batch: int
-    """Samples per optimizer step, which all plans keep."""
+    """Samples per optimizer step, which the plan keeps if any does that fits."""
     num_stages: int | None = None
     """None: any number that divides the devices."""
     encoder: Encoder | None = None
@@ -43,7 +43,7 @@ class PlanRequest:
     head_room: float = 0.05
     """Share of the memory that stays free for fragments and for errors of the prediction."""
     batch_tolerance: float = 0.05
-    """The share by which the mean number of samples in a step may differ from ``global_batch``, if limits are free."""
+    """Share by which the mean number of samples in a step may differ from ``global_batch``, if any plan keeps it."""
     zero_stage: int = 1
     """0 or 1, see :class:`omnibal.cluster.Layout`."""
     accumulate_float32: bool | None = None
@@ -136,6 +136,10 @@ class PlanRequest:
     def budgets(self, layout: Layout) -> tuple[int, ...]:
         """The most that a device of each stage may hold: its memory without the head room."""
         return tuple(int(memory * (1 - self.head_room)) for memory in self.cluster.stage_memory_bytes(layout))
+
+    def keeps_batch(self, samples_per_step: float) -> bool:
+        """Whether steps of so many samples on average count as the global batch."""
+        return abs(samples_per_step / self.global_batch - 1) <= self.batch_tolerance
 
     def to_record(self) -> dict[str, Any]:
         record = asdict(self)
@@ -234,7 +238,7 @@ def packings(lengths: SampleLengths, request: PlanRequest, num_replicas: int) ->
     found = [packer.pack(paper_limits(lengths))]
     for packing in map(packer.pack, packer.spread_limits()):
         known = {other.micro_batches for other in found}
-        if packing.micro_batches not in known and packer.keeps_batch(packing.samples_per_step):
+        if packing.micro_batches not in known and request.keeps_batch(packing.samples_per_step):
             found.append(packing)
     return found
 
@@ -260,15 +264,12 @@ class _Packer:
         # search_limits yields the limits that waste least first, so the first limits of each count stay.
         for scored in search_limits(self.part, self._ceiling(), num_replicas=self.num_replicas, method="isf"):
             count = self._micro_batches(scored.samples_per_pack)
-            if self.keeps_batch(scored.samples_per_pack * self.num_replicas * count):
+            if self.request.keeps_batch(scored.samples_per_pack * self.num_replicas * count):
                 best.setdefault(count, scored.limits)
         # Counts in about equal ratios: one more micro-batch matters only where there are few.
         counts = sorted(best)
         places = np.unique(np.geomspace(1, max(len(counts), 1), MOST_PACKINGS).round().astype(int) - 1)
         return (best[counts[place]] for place in places if counts)
-
-    def keeps_batch(self, samples_per_step: float) -> bool:
-        return abs(samples_per_step / self.request.global_batch - 1) <= self.request.batch_tolerance
 
     def _arrange(self, limits: PackLimits, micro_batches: int) -> Epoch:
         return arrange_epoch(

@@ -166,6 +166,10 @@ def make_plan(
     proposals = {model: choice for model, choice in proposals.items() if isfinite(choice.step_seconds)}
     if not proposals:
         raise _infeasible(models)
+    # A step of other samples than were asked for trains another way: without a plan that keeps them, the nearest count.
+    off = {model: abs(model.packing.samples_per_step / request.global_batch - 1) for model in proposals}
+    most = max(request.batch_tolerance, min(off.values()))
+    proposals = {model: choice for model, choice in proposals.items() if off[model] <= most}
     # 3. The simulator searches around the best proposals.
     finalists = _finalists(proposals)
     for number, model in enumerate(finalists, 1):

@@ -21,6 +21,7 @@ from omnibal.config import keys_of_plan, read_config
 from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
+from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError
 from omnibal.families.base import encoder_layers
 from omnibal.pipeline.partition import Partition
@@ -687,3 +688,17 @@ def test_the_longest_names_of_weighed_plans_are_whole_on_80_columns():
     console.print(_weighed_table([choice], "patches"))
     first, second = console.export_text().splitlines()[-3:-1]
     assert "zero-bubble " in first and second.split() == ["-lean"]
+
+
+def test_a_step_of_other_samples_than_were_asked_for_is_said(omnibal, arguments, tmp_path):
+    given = arguments(memory=30.0)
+    tiled_lengths(200, seed=1).save(tmp_path / "few")
+    while "--lengths" in given:
+        place = given.index("--lengths")
+        del given[place : place + 2]
+    few = omnibal("plan", *given, "--lengths", tmp_path / "few").stdout
+    line = "samples a step: 100 in place of the 128 asked for: "
+    assert line in few
+    assert "epochs have whole steps; no limits that were tried come nearer" in " ".join(few.split())
+    given[given.index("--samples-per-step") + 1] = 100
+    assert "in place of the" not in omnibal("plan", *given, "--lengths", tmp_path / "few").stdout

@@ -191,3 +191,16 @@ def test_frozen_layers_at_the_start_recompute_nothing():
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(ConfigError, match="num_stages must be at most the model's 17 layers, got 32"):
         planned(6000 * MIB, num_devices=32, num_stages=32)
+
+
+@pytest.mark.parametrize("global_batch", [10, 12, 20, 128])
+def test_a_plan_keeps_the_samples_of_a_step_if_any_does(global_batch):
+    # Eight replicas' packs of the paper's limits hold 37 samples at least, and are the fastest for each of them.
+    found = planned(30_000 * MIB, num_stages=None, global_batch=global_batch)
+    assert found.plan.predicted.samples_per_step == pytest.approx(global_batch, rel=0.05)
+
+
+def test_without_a_plan_that_keeps_them_the_nearest_counts():
+    found = planned(30_000 * MIB, num_stages=1, global_batch=12)
+    steps = [choice.model.packing.samples_per_step for choice in found.tried]
+    assert found.plan.predicted.samples_per_step == pytest.approx(min(steps, key=lambda samples: abs(samples - 12)))
