@@ -17,7 +17,13 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: item.path not in starting)
     if "cluster" in config.option.markexpr:
         markers = {item: marker for item in items if (marker := item.get_closest_marker("cluster"))}
-        items.sort(key=lambda item: markers[item].args[0] if item in markers else 0)
+        items.sort(key=lambda item: _turn(item, markers.get(item)))
         for item, marker in markers.items():
             if marker.kwargs.get("together") and config.pluginmanager.hasplugin("xdist"):
                 item.add_marker(pytest.mark.xdist_group(item.path.stem))  # the tests share a launch
+
+
+def _turn(item, marker):
+    """The turn of a test, and its processes: those of a launch wait for the next one of as many."""
+    cell = item.callspec.params.get("cell") if hasattr(item, "callspec") else None
+    return marker.args[0] if marker else 0, getattr(cell, "num_processes", 2)

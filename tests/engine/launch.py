@@ -45,7 +45,7 @@ WITHOUT_GRADIENT = "an autograd kernel was not registered"
 """What torch says once in a process that runs backward through a collective's tensor."""
 RANKS_ON = os.environ.get("OMNIBAL_RANKS_ON", "cpu")
 """The accelerator of launches that name none: with ``cuda``, tests marked ``cluster`` run over NCCL."""
-KEPT_GROUPS = {"cpu": 3, "cuda": 1}
+KEPT_GROUPS = {"cpu": 3, "cuda": 2}
 """Each process holds some hundred megabytes, on a device too."""
 MOST_THREADS = {"cpu": 60, "cuda": 1000}
 """Of a process that waits: gloo's stay, some fifteen an engine, and each wakes up a hundred times a second."""

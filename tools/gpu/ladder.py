@@ -79,7 +79,7 @@ class Way:
 FREED = {"all layers freed": (1.0, 1.0), "ViT and half of the LLM freed": (1.0, 0.5)}
 """What stands for a choice of layers that do not recompute, as long as ``balance`` makes none."""
 SETTINGS = (Setting("8B"), Setting("2B", checkpointing=False), Setting("8B", lora=True))
-SMALL = (Setting(TINY), Setting(TINY, checkpointing=False, lora=True, batch=2, accumulation=2))
+SMALL = (Setting(TINY, checkpointing=False), Setting(TINY, lora=True, batch=2, accumulation=2))
 BEHIND = 12  # seconds of a way beside its steps: to make a model, plan packs and start
 EXPLAINED = (
     "transformers.Trainer, random weights, pure bf16, fused AdamW. Tokens are real ones; MFU counts 6 (with frozen "
@@ -158,7 +158,12 @@ def _rows(jobs: Jobs, setting: Setting, way: Way, options: tuple[float, bool], l
 def trained(job: tuple[Setting, Way, float, bool]) -> Iterator[Row]:
     """The row of one way."""
     setting, way, seconds, small = job
-    yield Run(setting, way, seconds, small=small).row()
+    try:
+        yield Run(setting, way, seconds, small=small).row()
+    except Exception as error:
+        if way.compiles:
+            raise RuntimeError(f"after {num_graphs()} graphs: {error}") from error
+        raise
 
 
 class Run:
@@ -178,7 +183,7 @@ class Run:
             trainer.train()
         found = clock.row() | self._mfu(trainer.model, clock)
         if self.way.compiles:
-            found["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            found["graphs"] = num_graphs()
         return found | self.promise
 
     def trainer(self, folder: str) -> Trainer:
@@ -248,6 +253,11 @@ class Run:
         work += language * sizes["language"] * clock.tokens_a_second
         name = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name()
         return {"MFU": work / float(counted_device(name).flops_per_second or 0)}
+
+
+def num_graphs() -> int:
+    """Graphs that dynamo has compiled since it was reset."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def with_adapters(model: Any) -> Any:
