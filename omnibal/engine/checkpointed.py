@@ -34,7 +34,7 @@ from omnibal.errors import ConfigError, OmnibalError
 from omnibal.families.base import check_frozen
 from omnibal.formats.ties import SINGLE_FILE
 from omnibal.plan import Plan
-from omnibal.ranks import WORK, any_rank, gather, rank_zero_only, run_on_all_ranks
+from omnibal.ranks import WORK, any_rank, gather, naming_lost_ranks, rank_zero_only, run_on_all_ranks
 from omnibal.vlm.weights import check_data, load_data
 
 LOG: Final = logging.getLogger(__name__)
@@ -77,6 +77,7 @@ class CheckpointedEngine(TableEngine):
     def where(self) -> str:
         return f"rank {self.global_rank}, stage {self.stage_id}"
 
+    @naming_lost_ranks
     def save_checkpoint(
         self,
         save_dir: str | Path,
@@ -128,6 +129,7 @@ class CheckpointedEngine(TableEngine):
         if not async_save:
             self.finish_saving()
 
+    @naming_lost_ranks
     def finish_saving(self) -> None:
         """Wait until the checkpoint of an ``async_save`` is whole, if there is one; all ranks together.
 
@@ -165,7 +167,7 @@ class CheckpointedEngine(TableEngine):
             yield
         except OmnibalError:  # on all ranks
             wait(save.files.values())
-            gather(None)  # behind it no thread of any rank writes into the folder
+            gather(None, where=self.where)  # behind it no thread of any rank writes into the folder
             if self.global_rank == 0:
                 shutil.rmtree(save.unfinished, ignore_errors=True)
             raise
@@ -218,6 +220,7 @@ class CheckpointedEngine(TableEngine):
             saved_files.write_manifest(unfinished, layout, files)
             saved_files.finish(unfinished, is_latest=is_latest)
 
+    @naming_lost_ranks
     def load_checkpoint(
         self,
         load_dir: str | Path,
@@ -347,6 +350,7 @@ class CheckpointedEngine(TableEngine):
                 return name
             damaged[name] = problem
 
+    @naming_lost_ranks
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = SINGLE_FILE, exclude_frozen_parameters: bool = False
     ) -> bool:

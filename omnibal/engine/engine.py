@@ -5,8 +5,8 @@ Its parts stand one on the other: `TableEngine` (schedules and transfers), `Chec
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -35,8 +35,16 @@ from omnibal.feeds.feed import Share, Step
 from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.loss import EVALUATION_STATISTICS, targets_of
 from omnibal.plan import Plan
-from omnibal.ranks import WORK, Watchdog, failures_reach_all_ranks, gather, keep_watchdog, rank_zero_first
-from omnibal.ranks.agreement import lost
+from omnibal.ranks import (
+    WORK,
+    Watchdog,
+    failures_reach_all_ranks,
+    gather,
+    keep_watchdog,
+    lost_ranks_named,
+    naming_lost_ranks,
+    rank_zero_first,
+)
 from omnibal.vlm.passes import DevicePeak, overhead_bytes
 from omnibal.vlm.payload import Payload, counts_of, note_counts
 
@@ -47,8 +55,6 @@ LOG: Final = logging.getLogger(__name__)
 # Steps in a row without finite gradients after which a run ends: one broken sample is survived, a diverged run not.
 MOST_SKIPPED: Final = 5
 MOST_NAMED: Final = 12  # samples in a message
-# What gloo says where the process at the other end of a connection has gone.
-LOST_MARKS: Final = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 
 
 @dataclass(frozen=True)
@@ -178,6 +184,7 @@ class OmnibalEngine(CheckpointedEngine):
         gradients += getattr(self.optimizer, "fp32_groups_gradients_flat", [])
         return [tensor for tensor in (*tensors, *gradients) if isinstance(tensor, Tensor)]
 
+    @naming_lost_ranks
     def _train(self, meter: AbstractContextManager[object], steps: Steps | None = None) -> Tensor:
         """One step; what it computes and receives, without the reading of its samples, runs under the meter."""
         self._finish_written_save()
@@ -196,7 +203,7 @@ class OmnibalEngine(CheckpointedEngine):
         # DeepSpeedEngine._take_model_step adds train_batch_size(), one a pack, when the optimizer has stepped.
         self.global_samples += step.num_samples - self.train_batch_size()
         skipped = self.skipped_steps
-        with meter, failures_reach_all_ranks(where=self.where), self._lost_ranks_named():
+        with meter, failures_reach_all_ranks(where=self.where), lost_ranks_named(self.where):
             # PipelineEngine.train_batch runs _train_schedule, which takes a micro-batch of the iterator per forward
             # pass of the first and of the last stage, then averages the loss (_aggregate_total_loss).
             loss: Tensor = super().train_batch(iter(self._micro_batches(packs)))
@@ -205,16 +212,6 @@ class OmnibalEngine(CheckpointedEngine):
         self._check_step(loss, self.skipped_steps - skipped)
         self._monitor_balance(step)
         return loss
-
-    @contextmanager
-    def _lost_ranks_named(self) -> Iterator[None]:
-        """Say in words of ours that an exchange failed since a rank has ended."""
-        try:
-            yield
-        except RuntimeError as error:  # gloo's
-            if any(mark in str(error) for mark in LOST_MARKS):
-                raise OmnibalError(f"{self.where}: {lost(error)}") from error
-            raise
 
     def _samples_of(self, rank: int, micro_batch: int) -> list[int]:
         """The samples of a rank's micro-batch of the last step; none of a stream."""
@@ -244,6 +241,7 @@ class OmnibalEngine(CheckpointedEngine):
         rules, broken = SampleRules.of(self.module.vlm), self.resolved.section.data.broken
         return self.loader.over(CheckedSamples(dataset, lengths, rules, broken), sampler)
 
+    @naming_lost_ranks
     def evaluate(self, loader: Loader) -> Evaluation:
         """Measure loss and accuracy on one epoch of the packs of a ``held_out_loader``, all ranks together."""
         if loader is self.loader:
@@ -256,7 +254,7 @@ class OmnibalEngine(CheckpointedEngine):
             with WORK.within():
                 _, packs = self._next_step(loader)
                 # PipelineEngine._next_batch reads from this iterator, on the first and the last stage.
-                with torch.no_grad(), failures_reach_all_ranks(where=self.where), self._lost_ranks_named():
+                with torch.no_grad(), failures_reach_all_ranks(where=self.where), lost_ranks_named(self.where):
                     self.set_dataiterator(iter(self._micro_batches(packs)))
                     totals += self._forward_only(len(packs) or loader.micro_batches)
         self.module.train()

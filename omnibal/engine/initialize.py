@@ -47,7 +47,7 @@ from omnibal.families.base import trained_in_words
 from omnibal.feeds.sampler import check_agreement
 from omnibal.plan import Plan
 from omnibal.processes import end_with_launcher
-from omnibal.ranks import gather, gloo_group, run_on_all_ranks
+from omnibal.ranks import gather, gloo_group, lost_ranks_named, run_on_all_ranks, watch
 from omnibal.ranks.agreement import hosts_of
 from omnibal.vlm.weights import spare_weights
 from omnibal.workspace import Workspace
@@ -138,6 +138,7 @@ def meet(backend: str, **rendezvous: Any) -> None:
     deepspeed.init_distributed(dist_backend=backend, verbose=False, **rendezvous)
     _set_device()
     gloo_group(dist.group.WORLD)
+    watch()
     if backend == "gloo" and not have_met:
         atexit.register(_leave)  # gloo's threads abort a process that ends without having taken leave
 
@@ -168,6 +169,7 @@ def user_optimizer(
     return UserOptimizer(optimizer, lr_scheduler, on_gradient)
 
 
+@lost_ranks_named()
 def start(workspace: Workspace, model: Any, dataset: Any, own: UserOptimizer) -> OmnibalEngine:
     """The engine of this process for a run that is read; all ranks together, which have met."""
     # Whatever can be refused is refused here, before samples are measured, which may take hours, and weights are read.

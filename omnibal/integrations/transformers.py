@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
@@ -59,7 +60,7 @@ from omnibal.integrations.trainer_settings import (
 from omnibal.integrations.trainer_steps import AskedSteps, Costs, compare, counted_profile, describe, fit_step
 from omnibal.integrations.trainer_streams import pack_stream
 from omnibal.profile.records import ModelProfile
-from omnibal.ranks import gather
+from omnibal.ranks import gather, watch
 
 PlannedCollator = PackCollator | PaddedCollator
 
@@ -252,6 +253,8 @@ def rearrange(trainer: Trainer, limits: PackLimits | None = None, *, padded: boo
 
 def _begin(trainer: Trainer) -> None:
     refuse_settings(trainer)
+    if dist.is_initialized():
+        watch()  # answers where another rank looks for those that are there
     trainer.add_callback(EndsWhenAsked(trainer))
     if trainer.args.world_size > 1:
         ExactEvaluation(trainer).install()

@@ -1,7 +1,7 @@
 """How the processes of a run agree: a failure on one rank is raised on all, and none is left waiting.
 
 `agreement` is for failures that a rank can report when all ranks meet, and the network that they meet by; `failures`
-for those between two meetings, and `watchdog` for ranks at which nothing moves any more.
+for those between two meetings. `lost` names ranks that have ended, `watchdog` those at which nothing moves any more.
 """
 
 from omnibal.ranks.agreement import (
@@ -15,7 +15,14 @@ from omnibal.ranks.agreement import (
     rank_zero_only,
     run_on_all_ranks,
 )
-from omnibal.ranks.failures import Meeting, failures_reach_all_ranks, keep_watchdog
+from omnibal.ranks.failures import (
+    failures_reach_all_ranks,
+    keep_watchdog,
+    lost_ranks_named,
+    naming_lost_ranks,
+    watch,
+)
+from omnibal.ranks.meeting import Meeting
 from omnibal.ranks.watchdog import WORK, Watchdog
 
 __all__ = [
@@ -28,9 +35,12 @@ __all__ = [
     "gather",
     "gloo_group",
     "keep_watchdog",
+    "lost_ranks_named",
+    "naming_lost_ranks",
     "new_gloo_group",
     "place",
     "rank_zero_first",
     "rank_zero_only",
     "run_on_all_ranks",
+    "watch",
 ]

@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store, _set_pg_timeout
 
-from omnibal.errors import ConfigError, OmnibalError, said
+from omnibal.errors import ConfigError, OmnibalError
+from omnibal.ranks.failures import lost_ranks_named
 
 T = TypeVar("T")
 LOG: Final = logging.getLogger(__name__)
@@ -70,22 +71,12 @@ def gather(value: T | Exception, *, where: str | None = None, group: dist.Proces
         own = _Failure(kind, f"{where or f'rank {rank}'}: {message}")
     gathered: list[Any] = [own] * num_ranks
     if dist.is_initialized():
-        try:
+        with lost_ranks_named(where):
             dist.all_gather_object(gathered, own, group=group or gloo_group(dist.group.WORLD))
-        except RuntimeError as error:  # gloo's, where a process has ended
-            raise OmnibalError(f"{where or f'rank {rank}'}: {lost(error)}") from error
     for first in gathered:
         if isinstance(first, _Failure):
             raise first.kind(first.message) from (value if isinstance(value, Exception) else None)
     return gathered
-
-
-def lost(error: Exception) -> str:
-    """What to say where an exchange fails, since a rank has ended."""
-    return (
-        f"all ranks must take part, got {said(error)}; a rank has ended: its own last lines say why, or the kernel's "
-        "log if it was killed for memory"
-    )
 
 
 def any_rank(is_so: bool, device: torch.device) -> bool:
@@ -93,8 +84,9 @@ def any_rank(is_so: bool, device: torch.device) -> bool:
     if not dist.is_initialized():
         return is_so
     told = torch.tensor(int(is_so), dtype=torch.int32, device=device)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    return bool(told)
+    with lost_ranks_named():
+        dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        return bool(told)
 
 
 def run_on_all_ranks(work: Callable[[], T], *, where: str | None = None) -> T:
@@ -120,9 +112,11 @@ def rank_zero_only(work: Callable[[], T], *, doing: str, where: str | None = Non
     turn = f"omnibal/turn/{next(_turns)}"
     if dist.get_rank() == 0:
         result = _attempt(work)
-        store().set(turn, "")
-    else:
-        _await(turn, doing)
+    with lost_ranks_named(where):
+        if dist.get_rank() == 0:
+            store().set(turn, "")
+        else:
+            _await(turn, doing)
     return gather(result, where=where)[0]
 
 

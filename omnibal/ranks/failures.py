@@ -5,6 +5,7 @@ A `Watch` looks at the store by which the ranks met, whose keys are the whole pr
 - ``failed`` counts failures. Whoever is the first to add one writes ``said``, the reason.
 - ``said`` is what every watch looks for. It adds one to ``heard``, and ends its process unless that fails by itself.
 - ``heard`` counts the ranks that know: the failed rank stays for them, since the store may end with its process.
+- ``roll`` asks who is there (`omnibal.ranks.lost`).
 - ``left`` names a rank that has left a loop, and the last place of the loop that the rank can come to.
 
 Beside them lie the beats of `omnibal.ranks.watchdog`.
@@ -14,28 +15,25 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
-from functools import lru_cache
-from math import inf
+from functools import lru_cache, wraps
 from threading import Event, Thread
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
-import torch
 import torch.distributed as dist
 
-from omnibal.errors import ConfigError, said
-from omnibal.ranks.agreement import new_gloo_group, store
+from omnibal.errors import OmnibalError, said
+from omnibal.ranks.lost import ROLL, answer, is_lost, look_seconds, lost, own_store
 from omnibal.ranks.watchdog import Watchdog
 
+F = TypeVar("F", bound=Callable[..., Any])
 POLL_SECONDS: Final = 1.0
 # How long a failed rank stays until the others have heard of it, and how long a rank that has heard of a failure may
 # take to fail by itself: gloo's collectives raise when a peer has gone, NCCL's do not.
 GRACE_SECONDS: Final = 3.0
 PATIENCE_SECONDS: Final = 120.0  # a rank that has left a loop may still run the last micro-batch that it received
-LONGEST_WAIT: Final = timedelta(minutes=30)  # torch's own for gloo: rank 0 may save a checkpoint meanwhile
 FAILED, SAID, HEARD, LEFT = "omnibal/failed", "omnibal/said", "omnibal/heard", "omnibal/left"
 
 
@@ -50,11 +48,41 @@ def failures_reach_all_ranks(*, where: str | None = None) -> Iterator[None]:
         where: The place of this rank in messages, such as ``"rank 3, stage 1"``; by default ``"rank 3"``.
     """
     watching = watch()
+    watching.hear_the_end()
     try:
         yield
     except Exception as error:
         watching.tell(error, where)
         raise
+
+
+@contextmanager
+def lost_ranks_named(where: str | None = None) -> Iterator[None]:
+    """Turn what an exchange raises inside, where a rank has ended, into one line that says which ranks are there.
+
+    Args:
+        where: The place of this rank in the message, such as ``"rank 3, stage 1"``; by default ``"rank 3"``.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_lost(error):
+            raise
+        text, watching = lost(error), watch()
+        watching.tell(OmnibalError(text), where)  # those that have not lost a peer themselves wait for this rank
+        # Not from the error, whose text is a stack of C++.
+        raise OmnibalError(f"{where or f'rank {dist.get_rank()}'}: {text}") from None
+
+
+def naming_lost_ranks(method: F) -> F:
+    """Run a method under `lost_ranks_named`, with the place that its object has as ``where``."""
+
+    @wraps(method)
+    def named(self: Any, *args: Any, **options: Any) -> Any:
+        with lost_ranks_named(self.where):
+            return method(self, *args, **options)
+
+    return cast(F, named)
 
 
 def watch() -> "Watch":
@@ -64,6 +92,8 @@ def watch() -> "Watch":
 
 def keep_watchdog(dog: Watchdog | None) -> None:
     """Let the watch of this process carry a watchdog's beats to the store, in place of an earlier one's."""
+    if dog is not None:
+        watch().hear_the_end()
     if dog is not None or _watch.cache_info().currsize:
         watch().keep(dog)
 
@@ -79,16 +109,17 @@ class Watch:
 
     def __init__(self) -> None:
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        shared: Any = store()
-        while hasattr(shared, "underlying_store"):  # torch wraps the store to put prefixes before its keys
-            shared = shared.underlying_store
-        self._store = shared.clone()  # a connection of its own: the other one may be waiting for a peer
+        self._store, self._has_answered = own_store(), False
         self._has_failed = Event()
         self._waits: tuple[tuple[int, ...], float] | None = None  # the place that this rank waits at, and since when
         self._dog: Watchdog | None = None
-        self._show = sys.excepthook
-        sys.excepthook = self._at_the_end
+        self._show: Any = None
         Thread(target=self._look, daemon=True, name="omnibal-watches-ranks").start()
+
+    def hear_the_end(self) -> None:
+        """Tell the other ranks of any exception that ends this process."""
+        if self._show is None:
+            self._show, sys.excepthook = sys.excepthook, self._at_the_end
 
     def keep(self, dog: Watchdog | None) -> None:
         """Take this watchdog along to the store, in place of an earlier one."""
@@ -148,7 +179,10 @@ class Watch:
         with suppress(Exception):  # the store has ended with its rank, as at the end of training
             while not self._store.check([SAID]):
                 dog = self._dog
-                time.sleep(POLL_SECONDS if dog is None else min(POLL_SECONDS, dog.beat_seconds))
+                time.sleep(look_seconds(self._num_ranks))
+                if not self._has_answered and self._store.check([ROLL]):
+                    answer(self._store, self._rank)
+                    self._has_answered = True
                 if dog is not None:
                     dog.visit(self._store)
                 if (waits := self._waits) is not None:
@@ -161,57 +195,3 @@ class Watch:
             self._store.add(HEARD, 1)
             if not self._has_failed.wait(GRACE_SECONDS):
                 os._exit(1)
-
-
-class Meeting:
-    """Where the ranks of a group compare what each is about to do; all of them create it together.
-
-    They exchange data afterwards, which would fail or hang if they differed. Each rank learns the least and the
-    greatest record of all ranks in ⌈log₂ ranks⌉ small messages over gloo: 12 for 2560 ranks, where an all-gather in a
-    ring takes 2559 one after another.
-    """
-
-    def __init__(self, among: dist.ProcessGroup | None = None) -> None:
-        self._group = new_gloo_group(among, timeout=LONGEST_WAIT)
-        self._ranks = dist.get_process_group_ranks(self._group)
-        self._own = self._ranks.index(dist.get_rank())
-        self._last: tuple[int, ...] = ()
-
-    def extremes(self, place: Sequence[int], details: Sequence[int] = ()) -> tuple[list[int], list[int]]:
-        """The least and the greatest record of all ranks, in the order of their numbers: place, details, rank.
-
-        Args:
-            place: Where this rank stands; later places are greater. Once a rank has left behind an earlier place
-                (`leave`), those that wait at this one end.
-            details: What is compared beside it; as many numbers on all ranks.
-        """
-        self._last = tuple(place)
-        least = greatest = [*place, *details, self._ranks[self._own]]
-        distance, num_ranks = 1, len(self._ranks)
-        while distance < num_ranks:
-            # Each rank sends what it knows to the rank at this distance behind it, and receives from the rank at this
-            # distance before it. After the round it knows of the 2 · distance ranks up to itself.
-            to, source = self._ranks[(self._own + distance) % num_ranks], self._ranks[self._own - distance]
-            received = torch.empty(2, len(least), dtype=torch.int64)
-            with watch().waiting_at(self._last):
-                try:
-                    sending = dist.isend(torch.tensor([least, greatest]), to, group=self._group)
-                    dist.recv(received, source, group=self._group)
-                    assert sending is not None, "this rank is a member of the group"
-                    sending.wait()
-                except RuntimeError as error:
-                    left = watch().left_before(self._last, inf) or f"rank {source} takes no part any more"
-                    raise ConfigError(f"all ranks must take part in each step, got {left} ({said(error)})") from error
-            least, greatest = min(least, received[0].tolist()), max(greatest, received[1].tolist())
-            distance *= 2
-        return least, greatest
-
-    def leave(self, beginning: tuple[int, ...], received: tuple[int, ...]) -> None:
-        """Tell the ranks that will wait at a later place of this loop that this rank will not come.
-
-        Args:
-            beginning: A place before all others of the loop: where this rank stands if it has met nobody there.
-            received: The last place of the loop that this rank can come to.
-        """
-        with suppress(Exception):  # at the end of the process the store may be gone
-            watch().leave(max(self._last, beginning), max(self._last, received))

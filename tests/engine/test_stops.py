@@ -63,6 +63,7 @@ def test_the_message_of_a_rank_that_fails_in_a_pass_comes_first(config, failing)
 def test_a_rank_that_dies_while_it_saves_leaves_the_checkpoint_before(config, tmp_path):
     said = how_all_end(2, "tests.engine.stops:dies_while_saving", config, 1, tmp_path)[0]
     assert "OmnibalError: rank 0, stage 0: all ranks must take part, got " in said
+    assert "; rank 0 was there last, rank 1 does not answer" in said
     assert (tmp_path / "latest").read_text() == "global_step1"
     assert not (Path(tmp_path) / "again").exists()
 

@@ -11,7 +11,7 @@ from omnibal.engine.grid import check_unit_run
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition
 from tests.engine.cases import changed, run_of, settings
-from tests.engine.launch import all_end, launch
+from tests.engine.launch import how_all_end, launch
 from tests.engine.small import Case, save_small_model
 
 pytestmark = pytest.mark.distributed
@@ -65,11 +65,20 @@ def test_a_resumed_run_has_every_bit_of_one_that_went_on(num_processes, model, t
 
 
 @pytest.mark.cluster(1)
-@pytest.mark.parametrize("killed", [0, 2])
-def test_all_end_when_one_is_killed(killed, model, tmp_path):
+@pytest.mark.parametrize(
+    ("killed", "named"),
+    [
+        (0, "rank 0, which keeps the store by which the ranks met, has ended"),
+        (2, "ranks 0 and 1 were there last, rank 2 does not answer"),
+    ],
+)
+def test_all_end_when_one_is_killed_and_name_it(killed, named, model, tmp_path):
     case = units((0, 5, 10), TWO, 1, model=str(model), zero_stage=1)
-    assert all_end(3, "tests.engine.cases:steps_until_killed", case, killed, tmp_path)
+    logs = how_all_end(3, "tests.engine.cases:steps_until_killed", case, killed, tmp_path, timeout_seconds=60)
     assert len(list(tmp_path.iterdir())) == 3
+    for rank in {*range(3)} - {killed}:
+        (line,) = (line for line in logs[rank].splitlines() if line.startswith("omnibal: rank ") and named in line)
+        assert "all ranks must take part, got " in line
 
 
 def test_each_rank_of_a_dataset_reads_the_packs_of_its_own_replica(model):

@@ -5,7 +5,7 @@ import pytest
 from omnibal.errors import ConfigError, DataError, OmnibalError
 from omnibal.ranks import agreement, gather, new_gloo_group, rank_zero_first, rank_zero_only, run_on_all_ranks
 from omnibal.ranks.agreement import Host, check_addresses, unreachable
-from tests.engine.launch import launch
+from tests.engine.launch import how_all_end, launch
 
 BROKEN = "line 5 must be JSON, got nothing"
 
@@ -78,3 +78,19 @@ def test_a_host_that_cannot_be_reached_is_named():
     assert "host node1 must reach the processes on node2, got " in unreachable(
         1, [1, 2], HOSTS, "Connect timeout [none]"
     )
+
+
+GONE = "rank 0, which keeps the store by which the ranks met, has ended: its last lines say why"
+THERE = "ranks 0 and 2 were there last, rank 1 does not answer: its last lines say why"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("kind", "killed", "named"), [("any_rank", 1, THERE), ("rank_zero_only", 0, GONE)])
+def test_a_rank_that_is_killed_is_named_in_one_line_whatever_the_exchange(kind, killed, named):
+    logs = how_all_end(3, "tests.ranks.waiting:exchange_with_a_lost_rank", kind, killed, timeout_seconds=60)
+    del logs[killed]
+    for log in logs:
+        line = next(line for line in log.splitlines() if line.startswith("omnibal: rank "))
+        assert "all ranks must take part, got " in line
+        assert named in line
+        assert "Exception raised from" not in line

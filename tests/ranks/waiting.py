@@ -3,14 +3,26 @@
 import logging
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from omnibal.errors import DataError, OmnibalError
 from omnibal.integrations.lengths import kept_lengths
-from omnibal.ranks import Meeting, agreement, check_shared, gather, rank_zero_first, rank_zero_only, run_on_all_ranks
+from omnibal.ranks import (
+    Meeting,
+    agreement,
+    any_rank,
+    check_shared,
+    gather,
+    rank_zero_first,
+    rank_zero_only,
+    run_on_all_ranks,
+    watch,
+)
 from omnibal.ranks.agreement import store
 
 
@@ -95,3 +107,15 @@ def _said(work):
     except OmnibalError as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def exchange_with_a_lost_rank(kind, killed):
+    """Exchange once, and again behind the end of a rank."""
+    watch()
+    for turn in range(2):
+        if turn and dist.get_rank() == killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "any_rank":
+            any_rank(False, torch.device("cpu"))
+        else:
+            rank_zero_only(lambda: None, doing="works")
