@@ -5,11 +5,13 @@ Messages follow one form: ``<name> must <rule>, got <value>[; <remedy>]``.
 
 import logging
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from numbers import Integral
+from types import TracebackType
 from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
@@ -73,6 +75,34 @@ class InfeasibleError(OmnibalError):
 
 class MissingExtraError(OmnibalError, ModuleNotFoundError):
     """Something needs a package that the base install does not bring; the message says which extra does."""
+
+
+def message_alone(error: OmnibalError) -> str:
+    """What an error says, without the traceback that torch puts before what a worker of a DataLoader raised."""
+    kind = f"\n{type(error).__module__}.{type(error).__name__}: "
+    return str(error).rpartition(kind)[2].strip()
+
+
+class _OneLine:
+    """A ``sys.excepthook`` that hands errors of omnibal on without their tracebacks."""
+
+    def __init__(self, show: Callable[..., Any]) -> None:
+        self._show = show
+
+    def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if isinstance(error, OmnibalError):
+            error, traceback = type(error)(message_alone(error)), None
+        self._show(kind, error, traceback)
+
+
+def end_in_one_line() -> None:
+    """Let an error of omnibal that ends this process print its message alone, from now on.
+
+    For scripts that nobody of omnibal calls: they call `balance`, `balanced_loader` or `initialize`, and what these
+    refuse is explained by its message. Every other error keeps its traceback, and who catches errors sees no change.
+    """
+    if not isinstance(sys.excepthook, _OneLine):
+        sys.excepthook = _OneLine(sys.excepthook)
 
 
 def integer(name: str, value: Any, least: int, most: int | None = None) -> int:

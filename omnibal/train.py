@@ -19,7 +19,7 @@ from statistics import fmean, median
 from time import perf_counter
 from typing import Any, Final
 
-from omnibal.errors import ENGINE_MODULES, require
+from omnibal.errors import ENGINE_MODULES, end_in_one_line, require
 
 require(*ENGINE_MODULES)
 
@@ -94,6 +94,7 @@ def train(
             has none to go on from, or another run trains into it; else as ``omnibal.initialize``.
         OmnibalError: As ``engine.train_batch`` and ``engine.save_checkpoint``.
     """
+    end_in_one_line()
     own = user_optimizer(**others)
     meet(get_accelerator().communication_backend_name())
     evaluates = held_out is not None or on_evaluation is not None

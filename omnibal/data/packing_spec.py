@@ -1,8 +1,9 @@
 """PackingSpec: everything that decides which samples share a pack and a step, on all ranks and after every restart."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Final, Literal, TypedDict, get_args
 
 import numpy as np
@@ -29,6 +30,10 @@ EXCHANGE_STEPS: Final = 64  # more have not made steps more alike
 MOST_EXCHANGE_STEPS: Final = 2**20
 MOST_STEP_PACKS: Final = 2**24
 """Packs of a step: planners hold a few numbers for each, and no cluster runs as many."""
+OF: Final = MappingProxyType(
+    {"limits": " of a pack", "num_samples": " of the dataset", "content_hash": " of the samples' lengths"}
+)
+"""What fields of ``PackingSpec.fingerprint`` belong to, for messages."""
 MOST_NAMED = 10  # samples that a message names
 
 
@@ -168,3 +173,15 @@ class PackingSpec:
             **({"iterations": self.iterations} if self.method == "isf" else {}),
             "mixture": None if self.mixture is None else self.mixture.record(self.lengths.source_names),
         }
+
+
+def in_words(name: str, value: Any) -> str:
+    """A value of ``PackingSpec.fingerprint`` as it is written in Python: limits with the names of their numbers.
+
+    >>> in_words("limits", [9, 4096, 9, 3968]), in_words("seed", 1)
+    ('PackLimits(vision_units=9, llm_tokens=4096, full_vision_units=9, full_llm_tokens=3968)', '1')
+    """
+    if name != "limits" or not isinstance(value, list):
+        return repr(value)
+    numbers = zip(fields(PackLimits), value, strict=False)  # the last one, of sounds, may be missing
+    return f"PackLimits({', '.join(f'{field.name}={number}' for field, number in numbers)})"

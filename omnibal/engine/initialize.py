@@ -42,7 +42,7 @@ from omnibal.engine.samples import open_together, sample_loader
 from omnibal.engine.settings import settings_of
 from omnibal.engine.spread import check_spread_run
 from omnibal.engine.streams import stream_loader
-from omnibal.errors import ENGINE_MODULES, ConfigError, said
+from omnibal.errors import ENGINE_MODULES, ConfigError, end_in_one_line, said
 from omnibal.families.base import trained_in_words
 from omnibal.feeds.sampler import check_agreement
 from omnibal.plan import Plan
@@ -109,6 +109,7 @@ def initialize(
             model without a folder; an optimizer or scheduler that is made already, or named twice.
         DataError: The dataset has broken samples (the message names files and lines), or other lengths than samples.
     """
+    end_in_one_line()
     own = user_optimizer(optimizer, lr_scheduler, on_gradient, **others)
     meet(get_accelerator().communication_backend_name())
     engine = start(run_on_all_ranks(lambda: Workspace.read(config)), model, dataset, own)

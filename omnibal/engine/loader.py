@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from omnibal.cluster import Layout, PipelinePosition
 from omnibal.data.lengths import SampleLengths
 from omnibal.engine.ray_packs import RayPacks
-from omnibal.errors import ConfigError, DataError, OmnibalError
+from omnibal.errors import ConfigError, DataError, OmnibalError, message_alone
 from omnibal.feeds.feed import EpochFeed, Feed, PacksFromHere, Share, Step
 from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.formats.collate import IGNORED, Positions, pack_samples
@@ -243,8 +243,7 @@ class Loader:
         try:
             found = self.feed.step()
         except OmnibalError as error:  # before what a worker says, torch puts its traceback
-            kind = f"\n{type(error).__module__}.{type(error).__name__}: "
-            raise type(error)(str(error).rpartition(kind)[2].strip()) from error
+            raise type(error)(message_alone(error)) from error
         assert found is not None, "feeds of the engine do not end"
         return found
 

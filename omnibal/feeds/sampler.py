@@ -12,12 +12,14 @@ from omnibal.cost import CostModel
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixed_packs import Origin
-from omnibal.data.packing_spec import PackingOptions, PackingSpec, Ranks
+from omnibal.data.packing_spec import OF, PackingOptions, PackingSpec, Ranks, in_words
 from omnibal.errors import ConfigError, integer
 from omnibal.feeds.epoch_steps import Epochs, EpochSteps, StepPacks
 
 VERSION: Final = 1  # of the form of saved positions
 OTHER_DATA: Final = "; other samples or shares make other draws: keep the weights, and begin anew without the state"
+OTHER_SPEC: Final = "; give the sampler what it was saved with, or begin anew without the state"
+MOST_SHOWN: Final = 200
 _Shape = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]  # ranks, and micro-batches of each
 
 
@@ -342,8 +344,9 @@ def _read_state(state: Any, made_from: Mapping[str, Any]) -> _State:
     for name, value in made_from.items():
         saved = read.made_from.get(name)
         if saved != value:
-            remedy = OTHER_DATA if name in ("num_samples", "content_hash", "mixture") else ""
-            raise ConfigError(f"{name} must be as in the saved state, {saved!r:.200}, got {value!r:.200}{remedy}")
+            remedy = OTHER_DATA if name in ("num_samples", "content_hash", "mixture") else OTHER_SPEC
+            of, texts = OF.get(name, ""), [in_words(name, each)[:MOST_SHOWN] for each in (saved, value)]
+            raise ConfigError(f"{name}{of} must be as in the saved state, {texts[0]}, got {texts[1]}{remedy}")
     return read
 
 

@@ -179,12 +179,15 @@ class PlannedLoads:
 
     def _note(self, name: str, difference: str) -> None:
         message = (
-            f"{name} must have the planned {difference}; lengths belong to another dataset (delete the folder that "
-            "keeps them if it is older than the data), the dataset put another sample in the place of one, or ranks "
-            "hold different data"
+            f"{name} must have the planned {difference}; the dataset may augment at random or put another sample in "
+            "the place of one"
         )
         if not self._absorb:
-            raise DataError(message)
+            raise DataError(
+                f"{message}: then check_lengths=False in balance (absorb_other_lengths=True in balanced_loader) trains "
+                "samples as they are; or the lengths are older than the data: then delete the folder that keeps them; "
+                "or ranks hold different data"
+            )
         if not self._warned:
             warn(f"{message}; trained as it is, and so will be all further ones", stacklevel=2)
             self._warned = True

@@ -17,7 +17,7 @@ from omnibal.data.kinds import Loads, loads_of
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
-from omnibal.errors import ConfigError, DataError
+from omnibal.errors import ConfigError, DataError, end_in_one_line
 from omnibal.feeds.sources import is_indexed
 from omnibal.formats.collate import IGNORED
 from omnibal.integrations.lengths import (
@@ -185,6 +185,7 @@ def balanced_loader(
         ConfigError: An argument or the model does not allow packs, or ranks hold different data.
         DataError: The dataset or its collator does not, or the lengths are not the dataset's.
     """
+    end_in_one_line()
     if padded and model is not None:
         raise ConfigError("model must be None where batches are padded, got one; it is there to check packs")
     collator_of: Callable[..., Any]

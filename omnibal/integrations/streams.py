@@ -11,7 +11,7 @@ from omnibal.data.kinds import NAMES, Loads, fillers_for, kinds_of
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.packing_spec import Oversized, Ranks
-from omnibal.errors import DataError, integer, kind
+from omnibal.errors import DataError, end_in_one_line, integer, kind
 from omnibal.feeds.buffer import BufferedSample
 from omnibal.feeds.feed import Step
 from omnibal.feeds.stream import StreamFeed
@@ -169,6 +169,7 @@ def balanced_stream(
         ConfigError: An argument or the model does not allow packs.
         DataError: While iterating, on all ranks alike: a source fails, is empty, or the same on two ranks.
     """
+    end_in_one_line()
     collator: StreamCollator = ItemCollator(collate, measure)
     blanks = [] if model is None else blank_samples(model)
     if model is not None:

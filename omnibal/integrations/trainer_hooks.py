@@ -18,8 +18,10 @@ from omnibal.advise.wait import Sharding
 from omnibal.cluster import OVERHEAD_BYTES, Cluster
 from omnibal.cost import CostModel, Load
 from omnibal.data.lengths import SampleLengths
+from omnibal.data.packing_spec import OF, in_words
 from omnibal.device import Device
 from omnibal.errors import ConfigError, reporting
+from omnibal.feeds.sampler import MOST_SHOWN
 from omnibal.integrations.loading import PackSampler
 from omnibal.integrations.losses import works_on_targets
 from omnibal.integrations.packing import PackCollator
@@ -35,6 +37,17 @@ from omnibal.ranks import any_rank
 GIB: Final = 2**30
 NON_PADDING: Final = "non_padding"
 """The value of ``include_num_input_tokens_seen`` for tokens that are no padding."""
+
+GOING_ON: Final = MappingProxyType(
+    {
+        "limits": "balance(trainer, {})",
+        "gradient_accumulation_steps": "balance with the limits and samples_per_step of the run that saved it",
+        "num_replicas": "a launch on as many data-parallel ranks ({})",
+        "seed": "TrainingArguments(data_seed={})",
+        "padded": "balance(trainer, padded={})",
+    }
+)
+"""How a run goes on with the packs of a checkpoint, by what differs."""
 
 
 def worker_options(args: TrainingArguments) -> dict[str, Any]:
@@ -129,10 +142,12 @@ class RecipeCallback(TrainerCallback, ABC):  # type: ignore[misc]
                     "ignore_data_skip=True begins its epoch anew"
                 )
             for key, value in own.items():
-                if kept[name].get(key) != value:
+                if (before := kept[name].get(key)) != value:
+                    saved, found = (in_words(key, each)[:MOST_SHOWN] for each in (before, value))
+                    way = GOING_ON[key].format(saved) if key in GOING_ON else "an equal run"
                     raise ConfigError(
-                        f"{key} must be that of the checkpoint, {kept[name].get(key)!r}, got {value!r}; "
-                        "ignore_data_skip=True begins its epoch anew"
+                        f"{key}{OF.get(key, '')} must be as in the checkpoint, {saved}, got {found}; {way} "
+                        "goes on with the checkpoint's packs, ignore_data_skip=True begins its epoch anew"
                     )
         kept[name] = own
         self.check()

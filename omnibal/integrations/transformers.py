@@ -17,7 +17,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.packing_spec import Oversized
 from omnibal.data.source_draws import typical_lengths
-from omnibal.errors import ConfigError, DataError, integer, reporting
+from omnibal.errors import ConfigError, DataError, end_in_one_line, integer, reporting
 from omnibal.feeds.sampler import check_agreement
 from omnibal.integrations.encoders import encode_in_every_evaluation
 from omnibal.integrations.lengths import (
@@ -252,6 +252,7 @@ def rearrange(trainer: Trainer, limits: PackLimits | None = None, *, padded: boo
 
 
 def _begin(trainer: Trainer) -> None:
+    end_in_one_line()
     refuse_settings(trainer)
     if dist.is_initialized():
         watch()  # answers where another rank looks for those that are there

@@ -163,7 +163,9 @@ def replaced(broken, **options):
 
 
 def test_a_dataset_that_replaces_samples_is_refused_or_absorbed():
-    with pytest.raises(DataError, match=r"sample 6 must have the planned .* got .*the dataset put another sample in"):
+    with pytest.raises(
+        DataError, match=r"sample 6 must have the planned .* got .*put another sample in .*absorb_other_lengths=True"
+    ):
         replaced({6})
     with pytest.warns(UserWarning, match="sample .* must have .* trained as it is") as warned:
         drawn = replaced({4, 9}, absorb_other_lengths=True)
@@ -226,3 +228,12 @@ print(len(list(balanced_loader(items, list, PackLimits(4, 30), micro_batches=2, 
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.stdout.strip(), done.stderr) == ("4", "")
+
+
+def test_what_a_loader_refuses_ends_a_script_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with pytest.raises(ConfigError, match="model must be None") as refused:
+        balanced_loader([], list, LIMITS, model=torch.nn.Linear(1, 1), padded=True)
+    sys.excepthook(refused.type, refused.value, refused.tb)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"omnibal.errors.ConfigError: {refused.value}"]

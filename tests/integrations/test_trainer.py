@@ -509,9 +509,26 @@ def test_a_checkpoint_of_other_packs_is_refused(tmp_path):
     again = partial(trainer_of, "internvl", tmp_path, max_steps=2)
     resumed = {"resume_from_checkpoint": str(tmp_path / "checkpoint-1")}
     for options, limits, samples, message in [
-        ({}, PackLimits(7, 65), 3, r"limits must be that of the checkpoint, \[7, 60, .* got \[7, 65"),
-        ({"seed": 7}, LIMITS["internvl"], 3, "seed must be that of the checkpoint, 42, got 7"),
-        ({}, LIMITS["internvl"], 6, "gradient_accumulation_steps must be .*, 2, got 5"),
+        (
+            {},
+            PackLimits(7, 65),
+            3,
+            r"limits of a pack must be as in the checkpoint, PackLimits\(vision_units=7, "
+            r"llm_tokens=60, .* got PackLimits\(vision_units=7, llm_tokens=65, .*; balance\(trainer, PackLimits\("
+            r"vision_units=7, llm_tokens=60, [^;]*\)\) goes on with the checkpoint's packs, ignore_data_skip=True",
+        ),
+        (
+            {"seed": 7},
+            LIMITS["internvl"],
+            3,
+            r"seed must be .*, 42, got 7; TrainingArguments\(data_seed=42\)",
+        ),
+        (
+            {},
+            LIMITS["internvl"],
+            6,
+            "gradient_accumulation_steps must be .*, 2, got 5; .*samples_per_step",
+        ),
     ]:
         other = again(**options)
         balance(other, limits, samples_per_step=samples)

@@ -137,7 +137,7 @@ def check_faults(folder):
         packs.train(**resumed)
     other = trainer_of("internvl", folder, max_steps=2, per_device_train_batch_size=2)
     rearrange(other)
-    with pytest.raises(ConfigError, match="samples_a_draw must be that of the checkpoint, 1, got 2"):
+    with pytest.raises(ConfigError, match="samples_a_draw must be as in the checkpoint, 1, got 2"):
         other.train(**resumed)
     stream = trainer_of("internvl", folder, max_steps=2)
     stream.train_dataset = Endless("internvl")
