@@ -101,8 +101,10 @@ class PackLimits:
         """Refuse limits that every sample exceeds: nothing could ever share a pack.
 
         Raises:
-            DataError: They do; the message names the largest sizes.
+            DataError: They do, and the message names the largest sizes; or there is no sample.
         """
+        if not len(lengths):
+            raise DataError("lengths must hold at least one sample, got none")
         if len(self.oversized(lengths)) == len(lengths):
             raise DataError(
                 f"limits must hold at least one sample, got {self.in_words}, which all {len(lengths)} samples exceed; "

@@ -228,7 +228,9 @@ class OmnibalEngine(CheckpointedEngine):
 
     def held_out_loader(self, dataset: VlmDataset) -> Loader:
         """A loader of held-out samples for ``evaluate``, all ranks together."""
-        lengths = rank_zero_first(lambda: checked_lengths(dataset), doing="measures held-out samples", where=self.where)
+        lengths = rank_zero_first(
+            lambda: checked_lengths(dataset, "held-out data"), doing="measures held-out samples", where=self.where
+        )
         layout = self.resolved.layout
         place = layout.place(self.global_rank)
         sampler = BalancedBatchSampler(

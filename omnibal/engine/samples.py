@@ -36,8 +36,8 @@ LOG: Final = logging.getLogger(__name__)
 MEASURES: Final = "measures the samples"  # what rank 0 does while the others wait
 
 
-def checked_lengths(dataset: VlmDataset) -> SampleLengths:
-    """The dataset's ``lengths()``, refused unless they are SampleLengths, one for each sample."""
+def checked_lengths(dataset: VlmDataset, name: str = "dataset") -> SampleLengths:
+    """The dataset's ``lengths()``, refused unless they are SampleLengths, one for each of one or more samples."""
     lengths = dataset.lengths()
     if not isinstance(lengths, SampleLengths):
         raise DataError(f"lengths() of the dataset must be SampleLengths, got {type(lengths).__name__}")
@@ -45,6 +45,8 @@ def checked_lengths(dataset: VlmDataset) -> SampleLengths:
         raise DataError(
             f"lengths() must have an entry for each of the dataset's {len(dataset)} samples, got {len(lengths)}"
         )
+    if not len(lengths):
+        raise DataError(f"{name} must hold at least one sample, got none")
     return lengths
 
 
@@ -220,7 +222,8 @@ def open_together(workspace: Workspace, part: Literal["train", "held_out"]) -> C
 
     def open_and_measure() -> ConversationDataset:
         dataset = workspace.dataset(part, measured=dist.get_rank() != 0)
-        dataset.lengths()  # rank 0 measures and keeps them; the others read what is kept
+        # rank 0 measures and keeps them; the others read what is kept
+        checked_lengths(dataset, f"omnibal.data.{part} ({getattr(workspace.section.data, part)})")
         return dataset
 
     check_shared(Path(workspace.section.run.output), name="run.output")

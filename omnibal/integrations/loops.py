@@ -196,6 +196,8 @@ def balanced_loader(
     if not is_indexed(dataset):
         found = type(dataset).__name__
         raise DataError(f"dataset must be read by index and have a length, got {found}; balanced_stream packs streams")
+    if not len(dataset):
+        raise DataError("dataset must hold at least one sample, got none")
     refuse_unlike_sizes(len(dataset), len(lengths) if isinstance(lengths, SampleLengths) else None)
     if not isinstance(lengths, SampleLengths):
         workers = options.get("num_workers", 0)

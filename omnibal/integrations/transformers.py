@@ -131,6 +131,8 @@ def balance(
             f"train_dataset must be read by index and have a length, got {type(dataset).__name__}; "
             "balance_stream(trainer, limits) takes streams"
         )
+    if not len(dataset):
+        raise DataError("train_dataset must hold at least one sample, got none")
     rank, num_replicas = replicas_of(trainer)
     batch_size = batch_size_of(trainer, num_replicas)
     batch = batch_size * num_replicas

@@ -92,6 +92,11 @@ def test_limits_that_are_given_stay_and_the_rule_says_the_others():
     assert choose_limits(SampleLengths([3, 1], [900, 2**30]), 9, 1000) == PackLimits(9, 1000)
 
 
+def test_no_samples_are_no_samples_over_the_limits():
+    with pytest.raises(DataError, match=r"^lengths must hold at least one sample, got none$"):
+        PackLimits(9, 99).refuse_none(SampleLengths([], []))
+
+
 def test_limits_that_all_samples_exceed_are_refused():
     with pytest.raises(DataError, match="limits must hold at least one sample, got 1 vision units and 9 LLM tokens"):
         choose_limits(SampleLengths([0, 1], [10, 20]), 1, 9)

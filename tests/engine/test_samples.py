@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from omnibal.data.lengths import SampleLengths
-from omnibal.engine.samples import CheckedSamples, SampleRules, checked_lengths
+from omnibal.engine import samples
+from omnibal.engine.samples import CheckedSamples, SampleRules, checked_lengths, open_together
 from omnibal.engine.streams import checked_sample
 from omnibal.errors import DataError
 from omnibal.formats.collate import GRIDS
 from omnibal.vlm import load_model
-from tests.engine.cases import SmallDataset
+from omnibal.workspace import Workspace
+from tests.engine.cases import SmallDataset, changed, settings
 from tests.engine.small import IMAGE_TOKEN, VOCABULARY, small_config
 from tests.families import models as families
 from tests.vlm.families import family_samples
@@ -142,6 +144,28 @@ def test_lengths_belong_to_the_dataset(lengths, message):
     dataset.lengths = lambda: lengths
     with pytest.raises(DataError, match=message):
         checked_lengths(dataset)
+
+
+def test_a_dataset_without_samples_is_refused_by_its_name():
+    dataset = SmallDataset(0)
+    dataset.lengths = lambda: SampleLengths([], [])
+    with pytest.raises(DataError, match=r"^held-out data must hold at least one sample, got none$"):
+        checked_lengths(dataset, "held-out data")
+
+
+@pytest.mark.parametrize("part", ["train", "held_out"])
+def test_a_file_without_samples_is_named_before_anything_is_arranged(tmp_path, monkeypatch, part):
+    file = tmp_path / "broken.jsonl"  # of which "broken": "skip" has left nothing
+    file.write_text("")
+    config = changed(settings("model", num_stages=1), "data", **{part: str(file)})
+    workspace = Workspace.read(changed(config, "run", output=str(tmp_path)))
+    dataset = SmallDataset(0)
+    dataset.lengths = lambda: SampleLengths([], [])
+    monkeypatch.setattr(Workspace, "dataset", lambda *_, **__: dataset)
+    monkeypatch.setattr(samples.dist, "get_rank", lambda: 0)
+    expected = re.escape(f"omnibal.data.{part} ({file}) must hold at least one sample, got none")
+    with pytest.raises(DataError, match=expected):
+        open_together(workspace, part)
 
 
 QWEN = SampleRules.of(load_model(tiny_qwen("qwen2_5_vl")))

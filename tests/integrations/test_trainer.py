@@ -851,6 +851,7 @@ def with_video(items):
             "rank 0: sample 0: data_collator must leave out video_grid_thw .* got .*video_grid_thw",
         ),
         ({}, {"train_dataset": None}, DataError, "train_dataset must be read by index .*, got NoneType"),
+        ({}, {"train_dataset": []}, DataError, "train_dataset must hold at least one sample, got none"),
     ],
 )
 def test_what_packs_would_break_is_refused(options, change, error, message, tmp_path):
@@ -866,6 +867,8 @@ def test_limits_that_nothing_keeps_are_refused(tmp_path):
         balance(trainer_of("internvl", tmp_path), PackLimits(0, 4))
     with pytest.raises(DataError, match=r"limits must hold at least one sample, got 0 vision units and 4 LLM tokens"):
         balanced_loader(items_of("internvl"), Collate("internvl"), PackLimits(0, 4), weigh_tokens=False)
+    with pytest.raises(DataError, match="dataset must hold at least one sample, got none"):
+        balanced_loader([], Collate("internvl"), PackLimits(7, 60), weigh_tokens=False)
 
 
 def test_samples_of_a_step_are_at_least_one_of_each_rank(tmp_path):
