@@ -104,7 +104,7 @@ def test_tables_and_a_picture(emulate, saved, tasks, tmp_path):
     text = emulate(*saved(3), "--plot", plot).stdout
     assert tasks[0].plan.layout.num_replicas == 3
     assert "+0.0% over the prediction" in text
-    assert "waits for the slowest" in text
+    assert "waits for the slowest" in text and "at most" in text  # a bound on memory, which packs need not reach
     with Image.open(plot) as picture:
         assert picture.width > picture.height
 

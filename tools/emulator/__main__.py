@@ -53,7 +53,7 @@ STAGE_COLUMNS: Final[Sequence[Column]] = (
     ("idle", "{idle_ratio:.1%}"),
     ("predicted", "{predicted_idle_ratio:.1%}"),
     ("peak GiB", scaled("peak_bytes", GIB)),
-    ("predicted", scaled("predicted_peak_bytes", GIB)),
+    ("at most", scaled("predicted_peak_bytes", GIB)),
     ("budget", scaled("budget_bytes", GIB)),
 )
 REPLICA_COLUMNS: Final = (
@@ -92,8 +92,8 @@ def emulate(
     doing = f"{task.num_processes} processes start, emulate a step to warm up and {len(task.steps)} to count"
     with working(f"{doing}: {task.wall_seconds:.0f} s and the start"):
         emulation = run.run_emulation(task)
-    # The emulator measures the steps that ran, so memory is predicted for their largest micro-batch, not for the
-    # limits'.
+    # A bound, not what is expected: as if all micro-batches in flight were as large as the largest one in every size.
+    # Plans hold the same for the limits' largest, so that no order of packs exceeds memory.
     largest = Load.stack(Load.stack(step) for step in task.steps).max()
     memory = [stage.total for stage in plan.memory(workspace.profile, largest)]
     figures = _figures(task, emulation, memory)
