@@ -73,6 +73,8 @@ class WeighedLayout:
     recipe: Recipe | None = None
     waits: Mapping[str, float] = field(default_factory=dict)
     """Shares of all devices' time that ranks wait for each encoder's phases and for the LLM's; of ZeRO alone."""
+    recomputed: float = 0.0
+    """Share of the layers that recompute, under data parallelism."""
 
     @property
     def runs_today(self) -> bool:
@@ -305,6 +307,7 @@ class Weighing:
             unhidden_samples_per_second=devices / openly,
             recipe=recipe,
             waits={cause: seconds / whole for cause, seconds in waits.items()},
+            recomputed=share,
         )
 
     @cached_property

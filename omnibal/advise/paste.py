@@ -11,7 +11,7 @@ import numpy as np
 
 from omnibal.advise.batches import Batching
 from omnibal.advise.changes import Advice
-from omnibal.advise.estimate import Estimate
+from omnibal.advise.estimate import Estimate, Recipe
 from omnibal.advise.present import Host, Present
 from omnibal.advise.wait import Sharding
 from omnibal.cluster import Cluster
@@ -41,6 +41,7 @@ class HostSyntax:
     accumulation: str
     batch: str
     checkpointing_off: str
+    checkpointing_on: str
     batchings: dict[Batching, str]
     pack_tokens: str = ""
     """What says how many tokens a pack of random samples holds."""
@@ -74,6 +75,7 @@ HOSTS: Final[dict[Host, HostSyntax]] = {
         accumulation="gradient_accumulation_steps={}",
         batch="per_device_train_batch_size={}",
         checkpointing_off="gradient_checkpointing=False",
+        checkpointing_on="gradient_checkpointing=True",
         batchings={
             "group_by_length": 'train_sampling_strategy="group_by_length" (before transformers 5 group_by_length=True)',
             "batch_rebalance": 'train_sampling_strategy="batch_rebalance"',
@@ -89,6 +91,7 @@ HOSTS: Final[dict[Host, HostSyntax]] = {
         accumulation="--gradient_accumulation_steps {}",
         batch="--per_device_train_batch_size {}",
         checkpointing_off="--gradient_checkpointing false",
+        checkpointing_on="--gradient_checkpointing true",
         batchings={"group_by_length": "--group_by_length true", "flattened": "--padding_free true"},
         random="--group_by_length false",
     ),
@@ -100,6 +103,7 @@ HOSTS: Final[dict[Host, HostSyntax]] = {
         accumulation="gradient_accumulation_steps: {}",
         batch="per_device_train_batch_size: {}",
         checkpointing_off="disable_gradient_checkpointing: true",
+        checkpointing_on="disable_gradient_checkpointing: false",
         batchings={"group_by_length": "group_by_length: true", "packed": "neat_packing: true"},
         pack_tokens="cutoff_len: {}",
         random="group_by_length: false",
@@ -114,6 +118,7 @@ HOSTS: Final[dict[Host, HostSyntax]] = {
         accumulation='"gradient_accumulation_steps": {}',
         batch='"train_micro_batch_size_per_gpu": {}',
         checkpointing_off="no model.gradient_checkpointing_enable()",
+        checkpointing_on="model.gradient_checkpointing_enable()",
         batchings={"group_by_length": "the sampler transformers.trainer_pt_utils.LengthGroupedSampler"},
     ),
 }
@@ -264,10 +269,15 @@ def _settings(advice: Advice, host: Host, kind: Kind) -> list[str]:
     if not by_balance and (after.micro_batches != today.micro_batches or advice.takes_packs):
         found.append(syntax.accumulation.format(after.micro_batches))
     if after.recompute != today.recompute:
-        found.append(syntax.checkpointing_off)
+        found.append(recompute_setting(after, host))
     if after.sharding != today.sharding:
         found.append(f'"zero_optimization": {{"stage": {STAGES[after.sharding]}}} in the ds_config')
     return found
+
+
+def recompute_setting(after: Recipe, host: Host) -> str:
+    """What switches recomputation on or off."""
+    return HOSTS[host].checkpointing_off if after.recompute == "none" else HOSTS[host].checkpointing_on
 
 
 def pipeline_lines(plan: Plan, present: Present, *, data: str, model: str) -> list[str]:
@@ -288,7 +298,7 @@ def pipeline_lines(plan: Plan, present: Present, *, data: str, model: str) -> li
             "model": named,
             "data": {"train": data},
             "packing": {"vision_units": plan.limits.vision_units, "llm_tokens": plan.limits.llm_tokens},
-            "pipeline": {"num_stages": plan.num_stages, "schedule": plan.schedule},
+            "pipeline": {"num_stages": plan.num_stages, "schedule": plan.schedule, **_layout_keys(plan)},
             "run": {"output": "runs/pipeline"},
         },
     }
@@ -298,3 +308,13 @@ def pipeline_lines(plan: Plan, present: Present, *, data: str, model: str) -> li
         "measure: omnibal plan pipeline.json --measure --trials 3 --write",
         "train: deepspeed launch/train.py --deepspeed_config pipeline.json",
     ]
+
+
+def _layout_keys(plan: Plan) -> dict[str, Any]:
+    """The keys of tensor ranks, of a spread encoder or of one with devices of its own."""
+    layout, own = plan.layout, plan.layout.encoder
+    if own is None:
+        return {} if layout.num_tensor == 1 else {"num_tensor": layout.num_tensor}
+    if layout.is_spread:
+        return {"encoder": "spread"}
+    return {"encoder": {"num_stages": own.num_stages, "num_replicas": own.num_replicas}}

@@ -22,7 +22,7 @@ from omnibal.errors import ConfigError
 from omnibal.workspace import devices_at_hand
 
 if TYPE_CHECKING:
-    from omnibal.advise.estimate import Estimate
+    from omnibal.advise.changes import Advice
     from omnibal.advise.question import Question
     from omnibal.report.layouts import LayoutReport
 
@@ -143,7 +143,7 @@ def advise(
         data, machines, own.over(read_today(today)), model=model, images=images, max_image=max_image, costs=costs
     )
     report = Report(question, question.answer(with_pipeline=pipeline, must_fit=not layouts))
-    weighed = _weigh(question, report.advice.today) if layouts else None
+    weighed = _weigh(question, report.advice) if layouts else None
     if plot is not None and plot.suffix.lower() == ".html":
         write_advice_page(report, plot, weighed)
     elif plot is not None:
@@ -151,20 +151,23 @@ def advise(
     written = [f"written: {plot}"] if plot else []
     record = report.to_record() | ({} if weighed is None else {"layouts": weighed.to_record()}) | {"written": plot}
     table = [] if weighed is None else weighed.parts()
-    answer(record, *report.findings(), *table, *report.to_paste(), *written, as_json=as_json)
+    answer(record, *report.findings(), *table, *report.to_paste(weighed), *written, as_json=as_json)
 
 
-def _weigh(question: Question, today: Estimate) -> LayoutReport:
-    """The layouts, beside today's recipe."""
+def _weigh(question: Question, advice: Advice) -> LayoutReport:
+    """The layouts, beside today's recipe and the best settings."""
     from omnibal.advise.fitting import degrees_that_fit
+    from omnibal.advise.gains import Way
+    from omnibal.report.advise import BEST
     from omnibal.report.layouts import LayoutReport
 
     with working("weighing layouts") as said:
         found = question.layouts(said)
-    rate = question.cluster.num_devices / float(today.sample_seconds.mean())
+    today, settled = advice.today, advice.settled
     runs = today.peaks[1] <= today.memory.budget_bytes
     would_fit = degrees_that_fit(today, question.tensor_profile)
-    return LayoutReport(found, question.scenario, rate if runs else None, would_fit)
+    best = Way.of(BEST, settled) if settled is not today else None
+    return LayoutReport(found, question.scenario, today.samples_per_second if runs else None, would_fit, best)
 
 
 def _check_plot(plot: Path | None) -> None:

@@ -12,7 +12,7 @@ from omnibal.advise.fitting import check_weighable
 from omnibal.advise.layouts import KINDS, Kind, WeighedLayout, weigh_layouts
 from omnibal.advise.paste import STAGES, propose
 from omnibal.advise.question import MEASURED
-from omnibal.cli.planning import counts_layers, present_rate, scenario_of
+from omnibal.cli.planning import cheapest_way, counts_layers, present_rate, scenario_of
 from omnibal.config import dtype_of
 from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.planner import PlanRequest
@@ -60,7 +60,8 @@ class WeighedLayouts:
             answer = weigh_layouts(
                 scenario, profiles, kinds=WEIGHED[choice], num_stages=request.num_stages, report=said
             )
-        report = LayoutReport(answer, scenario, present_rate(workspace))
+        cheapest = cheapest_way(workspace, request.cluster, request.global_batch)
+        report = LayoutReport(answer, scenario, present_rate(workspace), best=cheapest)
         if answer.winner is None:
             raise InfeasibleError(f"a layout must fit {request.cluster}, got none; {'; '.join(report.lines()[1:])}")
         return cls(workspace, scenario, report)

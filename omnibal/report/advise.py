@@ -14,6 +14,7 @@ from omnibal.advise.estimate import MODEL_ERROR, UNSEEN, Estimate
 from omnibal.advise.gains import Way, gain_in_words
 from omnibal.advise.memory import COPIED, FLOAT16, USUAL
 from omnibal.advise.paste import Kind, Proposal, lines_to_paste, pipeline_lines, propose
+from omnibal.advise.paste_layout import planned_lines, rearranging_lines, recompute_lines, with_layout
 from omnibal.advise.question import Question
 from omnibal.feeds.buffer_plan import buffer_of, compare_with_plan
 from omnibal.report.style import (
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from omnibal.report.layouts import LayoutReport  # its loops are compiled, which no other advice needs
 
 CAUSE_COLOURS: Final = (GREEN, GREY, VERMILION, ORANGE, PINK, BLUE, SKY)
+SAME_LAYOUT: Final = 0.03  # share by which layouts may differ and still count as equally fast
 BEST: Final = "your best settings"
 BUFFERED: Final = "a buffer on each rank; the drop-in plans it"  # what balance takes to adopt where data is a stream
 
@@ -123,8 +125,31 @@ class Report:
                 found.append(self._buffer(self.proposal))
         return found
 
-    def to_paste(self) -> list[str]:
-        """The lines that adopt the advice."""
+    def to_paste(self, layouts: LayoutReport | None = None) -> list[str]:
+        """The lines that adopt the advice, or the fastest layout that runs if that brings more."""
+        found = None if layouts is None else layouts.answer.winner_today
+        if layouts is None or found is None:
+            return self._lines_to_paste()
+        after, name = self.advice.after, layouts.name_of(found)
+        if after.fits and found.samples_per_second <= after.samples_per_second * (1 + SAME_LAYOUT):
+            rate = f"{after.samples_per_second:,.1f} samples/s"
+            return [
+                f"adopt: your trainer as it is, {rate} with these lines; {name} is not faster",
+                *self._lines_to_paste(),
+            ]
+        question = self.question
+        if found.plan is not None:
+            data = "train.json" if question.measured.is_whole else question.data
+            lines = planned_lines(found, question.present, data=data, model=question.model_path)
+        elif found.kind == "rearranged":
+            lines = rearranging_lines(self.advice, question.present, found)
+        else:
+            packed = Report(question, with_layout(self.advice, found))
+            assert packed.proposal is not None, "a layout of data parallelism has even packs"
+            lines = [packed._limits(packed.proposal), *packed._lines_to_paste()]
+        return [f"adopt: {name}", *lines, *recompute_lines(question.present, found)]
+
+    def _lines_to_paste(self) -> list[str]:
         advice, asked = self.advice, self.question
         measured = asked.measured.is_whole
         kind: Kind = "lengths" if measured else "stream" if asked.measured.is_stream else "annotations"
@@ -317,7 +342,7 @@ def write_advice_page(report: Report, path: Path, layouts: LayoutReport | None =
             section("Changes, one on top of the other",
                     html_table(("", "of", "what", "samples/s", "brings", "takes"), rows)),
             *weighed,
-            *([section("To paste", code(pasted))] if (pasted := report.to_paste()) else []),
+            *([section("To paste", code(pasted))] if (pasted := report.to_paste(layouts)) else []),
         ]  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
         asked = report.question

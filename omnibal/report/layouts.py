@@ -11,6 +11,7 @@ from typing import Any, Final
 from rich.table import Table
 
 from omnibal.advise.estimate import Scenario
+from omnibal.advise.gains import Way, gain_over
 from omnibal.advise.layout_ranking import DEGREES, degrees_within
 from omnibal.advise.layouts import EQUAL, KINDS, Kind, LayoutAnswer, WeighedLayout
 from omnibal.advise.memory import USUAL
@@ -56,6 +57,8 @@ class LayoutReport:
     """Samples a second today; None where nothing runs."""
     would_fit: Sequence[str] = ()
     """How many devices would have to share a sample for today's recipe to fit."""
+    best: Way | None = None
+    """The cheapest alternative to all of them: what settings of a trainer bring."""
 
     @property
     def not_weighed(self) -> list[str]:
@@ -71,8 +74,14 @@ class LayoutReport:
 
     @cached_property
     def runner_up(self) -> WeighedLayout | None:
-        """The fastest of all but the winner."""
-        return next((each for each in self.answer.candidates if each is not self.answer.winner), None)
+        """The fastest of all that are slower than the winner and those that count as fast."""
+        answer = self.answer
+        fastest = answer.candidates[0] if answer.candidates else None
+        return next((each for each in answer.candidates if fastest and not answer.equals(fastest, each)), None)
+
+    def name_of(self, found: WeighedLayout) -> str:
+        """A candidate in words, with its rate."""
+        return f"{KINDS[found.kind]}, {_rate(found.samples_per_second)} samples/s ({found.layout})"
 
     def parts(self) -> list[str | Table]:
         """The table, and lines below it."""
@@ -121,6 +130,10 @@ class LayoutReport:
             found.append("runs today: none of these")
         elif today is not winner and today is not self.runner_up:
             found.append(f"{best}: {_compared(winner, today)}")
+        ways = [] if self.today is None else [Way("today", self.today)]
+        ways += [] if self.best is None else [self.best]
+        if today is not None and ways:
+            found.append(f"gain of {NAMES[today.kind]}, which runs: {gain_over(today.samples_per_second, ways)}")
         return found
 
     def to_record(self) -> dict[str, Any]:
