@@ -152,13 +152,17 @@ def explain_import(error: ModuleNotFoundError) -> MissingExtraError | None:
 
 
 def said(error: Exception) -> str:
-    r"""What a foreign error says, in one line; its kind where that is all it has to say.
+    r"""What a foreign error says, in one line; its kind where that is all it has to say; and what a package hid in it.
 
     >>> said(KeyError("added_tokens")), said(ValueError("no\n  such key"))
     ("KeyError: 'added_tokens'", 'no such key')
     """
     text = shortened(" ".join(str(error).split()))
-    return text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__}: {text}"
+    told = text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__}: {text}"
+    # Classes of other packages often say no more than that something failed, and keep the reason as their cause.
+    is_ours = isinstance(error, OmnibalError) or type(error).__module__ == "builtins"
+    cause = None if is_ours or not isinstance(error.__cause__, Exception) else said(error.__cause__)
+    return told if cause is None or cause in told else f"{told}: {cause}"
 
 
 @contextmanager

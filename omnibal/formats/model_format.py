@@ -20,19 +20,26 @@ from torch import Tensor
 from omnibal.errors import ConfigError, said
 from omnibal.families import family_of
 from omnibal.families.base import ImageLoad, ImageRule, Size
-from omnibal.formats.chat import Conversation, Picture
+from omnibal.formats.chat import IMAGE_MARK, Conversation, Picture, Turn
 from omnibal.formats.images import MOST_PIXELS, image_size, load_image, named
 from omnibal.formats.sound_format import SoundFormat
 from omnibal.formats.sounds import sound_header
-from omnibal.formats.text import ChatTemplate, Render, Rendered, encode, render_chatml, text_start
+from omnibal.formats.text import PROBE, ChatTemplate, Render, Rendered, encode, render_chatml, text_start
 from omnibal.formats.video_format import VideoFormat
 from omnibal.formats.videos import video_header
-from omnibal.records import read_json
 
 # endings of the files of a model's folder that are not weights
 SETTINGS = (".json", ".jinja", ".txt", ".model")
 # dimensions of pixels where a processor pads every image to as many tiles
 PADDED_TILES = 5
+PROBES: Final = (
+    Conversation((Turn("user", "question"), Turn("assistant", PROBE)), ()),
+    Conversation((
+        *(Turn("system", "rule"), Turn("user", f"{IMAGE_MARK}\nquestion")),
+        *(Turn("assistant", PROBE), Turn("user", "question"), Turn("assistant", PROBE)),
+    ), (b"",)),
+)  # fmt: skip
+"""Conversations by which a chat template is compared with ChatML."""
 
 
 def load_part(auto_class: Any, folder: Path, **options: Any) -> Any:
@@ -114,8 +121,11 @@ class ModelFormat:
         self.image_token: str = token  # a rendered conversation holds it once for each image
         self.video_token_id: int = getattr(config, "video_token_id", None) or -1
         self.sound_token_id: int = getattr(config, "audio_token_id", None) or -1
-        template = None if self.family.image_tokens else self._template()
+        self._template = _chat_template_of(self._folder, self.tokenizer)
+        template = self._own_template() if self.family.image_tokens else self._chat_template()
         self.render: Render = self._chatml() if template is None else template.render
+        if self.family.image_tokens and template is not None:
+            self.render = partial(self._wrapped, template.render)
         # What ends each answer where the folder's chat template writes nothing; empty where it does.
         self.added_end: str = "" if template is None else template.end
 
@@ -123,7 +133,7 @@ class ModelFormat:
     def fingerprint(self) -> str:
         """A digest of the folder's configuration and tokenizer and of the limits (hexadecimal)."""
         kept = repr(self._limits) + (f", {self.max_image_pixels}" if self.max_image_pixels != MOST_PIXELS else "")
-        digest = hashlib.blake2b(kept.encode(), digest_size=16)
+        digest = hashlib.blake2b(f"{kept}, {self._template}".encode(), digest_size=16)
         for file in sorted(self._folder.iterdir()):
             if file.suffix in SETTINGS:
                 digest.update(f"{file.name}:{file.stat().st_size}:".encode())
@@ -246,24 +256,51 @@ class ModelFormat:
             )
         return self._rules[max_tiles]
 
-    def _chatml(self) -> Render:
+    @cached_property
+    def _image_text(self) -> str:
+        """What stands for an image where conversations are ChatML: a piece of one between its brackets."""
         start, piece, end = (_named_token(self.tokenizer, *names) for names in self.family.image_tokens.items())
         if piece != self.image_token:
             raise ConfigError(
                 f"image_token_id in {self._folder}/config.json must be the id of {piece}, got {self.image_token}'s"
             )
-        return partial(render_chatml, image=f"{start}{piece}{end}", start=text_start(self.tokenizer))
+        return f"{start}{piece}{end}"
 
-    def _template(self) -> ChatTemplate:
-        """The processor's chat template, which knows of images; the tokenizer's where the folder has no other."""
-        legacy = self._folder / "chat_template.json"
-        if not legacy.is_file():
-            return ChatTemplate.of(self.tokenizer, self.tokenizer.chat_template, self.image_token, self._kind)
-        content = read_json(legacy, "chat_template.json")
-        template = content.get("chat_template") if isinstance(content, dict) else None
-        if not (isinstance(template, str) and template):
-            raise ConfigError(f"chat_template.json must hold a text as chat_template, got {content!r:.80} in {legacy}")
-        return ChatTemplate.of(self.tokenizer, template, self.image_token, self._kind)
+    def _chatml(self, image: str | None = None) -> Render:
+        return partial(render_chatml, image=image or self._image_text, start=text_start(self.tokenizer))
+
+    def _chat_template(self) -> ChatTemplate:
+        return ChatTemplate.of(self.tokenizer, self._template, self.image_token, self._kind)
+
+    def _own_template(self) -> ChatTemplate | None:
+        """The folder's chat template where conversations are ChatML otherwise; None if it writes ChatML, or is none."""
+        if not (self._image_text and self._template):  # tokens that do not fit are refused first
+            return None
+        chatml, written = self._chatml(self.image_token), ChatTemplate(self.tokenizer, self._template)
+        if all(written.writes(conversation, chatml) for conversation in PROBES):
+            return None
+        return self._chat_template()
+
+    def _wrapped(self, render: Render, conversation: Conversation) -> Rendered:
+        """A conversation with the brackets of an image around each piece that a chat template writes alone."""
+        rendered = render(conversation)
+        return rendered.replaced(self.image_token, [self._image_text] * len(conversation.images))
+
+
+def _chat_template_of(folder: Path, tokenizer: Any) -> str | None:
+    """The chat template that a folder's processor takes, wherever it stands; its tokenizer's if it has no other."""
+    from transformers.processing_utils import ProcessorMixin
+
+    try:
+        made, _ = ProcessorMixin.get_processor_dict(folder)
+    except Exception as error:  # files are checked by nobody: what they trip varies with what they hold
+        raise ConfigError(f"chat template must be one that transformers reads, got {folder}: {said(error)}") from error
+    found = made.get("chat_template") or tokenizer.chat_template
+    template = found.get("default") if isinstance(found, dict) else found
+    if found and not isinstance(template, str):
+        kinds = f"named ones without a default ({', '.join(map(str, found))})" if isinstance(found, dict) else found
+        raise ConfigError(f"chat template must be a text, or have one that is named default, got {kinds} in {folder}")
+    return template or None
 
 
 def _named_token(tokenizer: Any, attribute: str, usual: str) -> str:

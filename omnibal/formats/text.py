@@ -140,6 +140,20 @@ class ChatTemplate:
             written = answered
         return Rendered(text, tuple(targets))
 
+    def writes(self, conversation: Conversation, render: Render) -> bool:
+        """Whether the template writes a conversation as another way to render does."""
+        expected = render(conversation).text
+        for breaks_line in (True, False):
+            same = ChatTemplate(self.tokenizer, self.template, breaks_line, self.start)
+            messages = [same._message(turn.role, turn.text) for turn in conversation.turns]
+            try:
+                with _bounded_lines():
+                    if same.start + same._text(messages) == expected:
+                        return True
+            except ValueError:  # it refuses the conversation
+                continue
+        return False
+
     def _text(self, messages: list[Message], **options: Any) -> str:
         try:
             return str(

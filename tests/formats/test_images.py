@@ -1,5 +1,6 @@
 import os
 import struct
+import warnings
 import zlib
 from io import BytesIO
 
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers.image_utils import load_image as transformers_load_image
 
-from omnibal.formats.images import image_size, load_image
+from omnibal.config import DataSection
+from omnibal.formats.images import MOST_PIXELS, image_size, load_image
 
 
 def picture(width=7, height=4, mode="RGB"):
@@ -120,6 +122,22 @@ def test_values_of_unknown_scale_are_refused(tmp_path, values, message):
     Image.fromarray(values).save(tmp_path / "a.tif")
     with pytest.raises(ValueError, match=message):
         load_image(tmp_path / "a.tif")
+
+
+@pytest.mark.parametrize("side", [10_000, 14_000, 20_000])
+def test_images_beyond_pillows_own_limits_are_refused_by_the_key_and_allowed_by_it(tmp_path, monkeypatch, side):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", MOST_PIXELS)
+    Image.new("1", (side, side)).save(tmp_path / "a.png")
+    for read in (image_size, load_image):
+        with pytest.raises(
+            ValueError, match=r"at most 89,478,485 pixels, got .*a\.png; omnibal\.data\.max_image_pixels"
+        ):
+            read(tmp_path / "a.png")
+    with warnings.catch_warnings(action="error"):
+        assert image_size(tmp_path / "a.png", side**2) == (side, side)
+        with pytest.raises(ValueError, match=f"at most {side**2 - 1:,} pixels, got {side:,} x {side:,} in"):
+            image_size(tmp_path / "a.png", side**2 - 1)
+    assert DataSection(max_image_pixels=side**2).max_image_pixels == side**2
 
 
 def test_pixels_are_bounded(tmp_path):

@@ -2,17 +2,27 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoConfig, AutoImageProcessor
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
 from omnibal.errors import ConfigError
+from omnibal.formats.chat import read_conversation
 from omnibal.formats.conversations import open_dataset
 from omnibal.formats.model_format import ModelFormat, load_part
-from tests.families.models import BEGIN_TEXTS, TEMPLATES, image_processor, image_token, save_folder, whole_processor
+from tests.families.models import (
+    BEGIN_TEXTS,
+    PROCESSORS,
+    TEMPLATES,
+    image_processor,
+    image_token,
+    save_folder,
+    whole_processor,
+)
 
 SIZES = [(120, 50), (30, 200), (64, 64)]
 ONE_FAMILY = pytest.mark.parametrize("family", ["qwen2_vl"], indirect=True)
@@ -50,11 +60,7 @@ def annotations(tmp_path):
 
 def by_transformers(model_type, tokenizer, turns, pictures):
     """Token ids, and what the image processor makes of the pictures."""
-    text = tokenizer.apply_chat_template(as_messages(model_type, turns), tokenize=False)
-    if model_type == "llava":  # what ends an answer is left to who trains
-        text = re.sub(r"(?<=ASSISTANT: )([a-z ]*[a-z]) ", r"\1</s>", text)
-    if model_type == "llava_onevision":  # as its prompt is
-        text = text.replace("assistant \n", "assistant\n")
+    text = as_trained(model_type, tokenizer.apply_chat_template(as_messages(model_type, turns), tokenize=False))
     if not pictures:
         return tokenizer(text)["input_ids"], None
     images = image_processor(model_type)
@@ -63,6 +69,120 @@ def by_transformers(model_type, tokenizer, turns, pictures):
     before, *after = text.split(image_token(model_type))
     expanded = (whole.replace_image_token(made, number) + part for number, part in enumerate(after))
     return tokenizer(before + "".join(expanded))["input_ids"], made
+
+
+def as_trained(model_type, text):
+    """What a chat template writes, with what training makes of it."""
+    if model_type == "llava":  # what ends an answer is left to who trains
+        text = re.sub(r"(?<=ASSISTANT: )([a-z ]*[a-z]) ", r"\1</s>", text)
+    if model_type == "llava_onevision":  # as its prompt is
+        text = text.replace("assistant \n", "assistant\n")
+    return text.replace("<IMG_CONTEXT>", "<img><IMG_CONTEXT></img>")
+
+
+PLACES = {
+    "chat_template.jinja": lambda old, new: {"chat_template.jinja": new},
+    "chat_template.json before all": lambda old, new: {
+        "chat_template.json": json.dumps({"chat_template": new}), "chat_template.jinja": old,
+    },
+    "processor_config.json before all": lambda old, new: {
+        "processor_config.json": json.dumps({"chat_template": new}), "chat_template.jinja": old,
+        "chat_template.json": json.dumps({"chat_template": old}),
+    },
+    "processor_config.json alone": lambda old, new: {"processor_config.json": json.dumps({"chat_template": new})},
+    "named in processor_config.json": lambda old, new: {
+        "processor_config.json": json.dumps({"chat_template": {"rag": old, "default": new}}),
+    },
+    "additional templates": lambda old, new: {
+        "chat_template.jinja": new, "additional_chat_templates/tool_use.jinja": "{{ 'TOOLS' }}",
+    },
+    "a default among additional ones": lambda old, new: {
+        "additional_chat_templates/default.jinja": new, "additional_chat_templates/rag.jinja": old,
+    },
+    "tokenizer_config.json": lambda old, new: {"tokenizer_config.json": {"chat_template": new}},
+    "a list in tokenizer_config.json": lambda old, new: {
+        "tokenizer_config.json": {"chat_template": [
+            {"name": "rag", "template": old}, {"name": "default", "template": new},
+        ]},
+    },
+    "tokenizer_config.json behind a processor's": lambda old, new: {
+        "tokenizer_config.json": {"chat_template": old},
+        "processor_config.json": json.dumps({"chat_template": new}),
+    },
+}  # fmt: skip
+"""Files of a model's folder where ``new`` is the template that a processor takes."""
+
+
+def move_template(folder, place, old, new):
+    """Let a folder have its template at one of `PLACES` and nowhere else."""
+    for name in ("chat_template.jinja", "chat_template.json"):
+        (folder / name).unlink(missing_ok=True)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    for name, content in PLACES[place](old, new).items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content if isinstance(content, str) else json.dumps(settings | content))
+
+
+def by_processor(model_type, folder):
+    """A processor of transformers with the template that it takes of a folder, and the tokenizer."""
+    given, _ = PROCESSORS[model_type].get_processor_dict(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    processor = object.__new__(PROCESSORS[model_type])
+    template = given.get("chat_template")
+    vars(processor).update(tokenizer=tokenizer, chat_template=tokenizer.chat_template if template is None else template)
+    return processor, tokenizer
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("model_type", ["internvl", *TEMPLATES])
+def test_text_and_labels_are_the_processors_wherever_its_template_stands(model_type, place, model_folder, tmp_path):
+    folder = tmp_path / "model"
+    if model_type == "internvl":
+        shutil.copytree(model_folder, folder)
+    else:
+        save_folder(model_type, folder, model_folder)
+    old = AutoTokenizer.from_pretrained(folder).chat_template
+    move_template(folder, place, old, "one ball " + old)
+    processor, tokenizer = by_processor(model_type, folder)
+    read = ModelFormat(folder)
+    for turns in TURNS:
+        turned = [{"from": side, "value": value} for side, value in turns]
+        images = [Image.new("RGB", (60, 40))] * sum(value.count("<image>") for _, value in turns)
+        expected = as_trained(model_type, processor.apply_chat_template(as_messages(model_type, turned)))
+        rendered = read.render(read_conversation({"conversations": turned, "images": ["a.png"] * len(images)}, folder))
+        assert rendered.text.removeprefix(str(tokenizer.bos_token)) == expected.removeprefix(str(tokenizer.bos_token))
+        assert "one ball" in rendered.text[:20]
+        said = [value for side, value in turns if side == "gpt"]
+        found = [rendered.text[start:stop] for start, stop in rendered.targets]
+        end = "</s>" if model_type in BEGIN_TEXTS else "<|im_end|>"
+        assert [answer.strip().replace(" " + end, end) for answer in found] == [answer + end for answer in said]
+
+
+def test_internvl_is_written_by_chatml_unless_its_folder_says_otherwise(model_folder, tmp_path):
+    turned = [{"from": "human", "value": "Is <image> red?"}, {"from": "gpt", "value": "one"}]
+    conversation = read_conversation({"conversations": turned, "image": "a.png"}, tmp_path)
+    chatml = "<|im_start|>user\nIs <img><IMG_CONTEXT></img> red?<|im_end|>\n<|im_start|>assistant\none<|im_end|>\n"
+    assert ModelFormat(model_folder).render(conversation).text == chatml
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    before, own = ModelFormat(folder).fingerprint, AutoTokenizer.from_pretrained(folder).chat_template
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": None}))
+    assert ModelFormat(folder).render(conversation).text == chatml
+    (folder / "processor_config.json").write_text(json.dumps({"chat_template": own}))
+    (folder / "chat_template.jinja").write_text(own.replace("<|im_start|>", "<|im_start|>one "))
+    assert ModelFormat(folder).render(conversation).text == chatml
+    (folder / "processor_config.json").unlink()
+    rendered, text = (
+        ModelFormat(folder).render(conversation),
+        "<|im_start|>one user\nIs <img><IMG_CONTEXT></img>\n red?",
+    )
+    assert rendered.text.startswith(text)
+    assert ModelFormat(folder).fingerprint != before
 
 
 def test_token_ids_and_loads_are_those_of_transformers(family, annotations):
@@ -142,10 +262,18 @@ def test_a_processors_own_template_goes_first(family, annotations):
 
 @ONE_FAMILY
 @pytest.mark.parametrize("content", [[], "text", {}, {"chat_template": 5}, {"chat_template": {"a": "b"}}, 7])
-def test_a_legacy_template_of_another_kind_is_refused(family, content):
+def test_a_template_of_another_kind_is_refused(family, content):
     folder = family[1]
     (folder / "chat_template.json").write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=r"chat_template.json must hold a text as chat_template, got .* in "):
+    with pytest.raises(ConfigError, match=r"chat template must be (one that transformers reads|a text, or have one)"):
+        ModelFormat(folder)
+
+
+@ONE_FAMILY
+def test_named_templates_without_a_default_are_refused_by_name(family):
+    _, folder, tokenizer = family
+    (folder / "processor_config.json").write_text(json.dumps({"chat_template": {"rag": tokenizer.chat_template}}))
+    with pytest.raises(ConfigError, match=r"have one that is named default, got named ones without a default \(rag\)"):
         ModelFormat(folder)
 
 
