@@ -70,7 +70,8 @@ PREFERENCES: Final = ("dpo", "kto", "orpo", "simpo", "cpo", "rm", "ppo", "grpo",
 # What `balance` refuses of a Trainer's settings, beside how samples are drawn: the only value that it takes.
 BESIDE_PACKS: Final[Mapping[str, Any]] = {
     "label_smoothing_factor": 0.0, "neftune_noise_alpha": None, "auto_find_batch_size": False,
-    "average_tokens_across_devices": True, "packing": False, "padding_free": False,
+    "average_tokens_across_devices": True, "packing": False, "padding_free": False, "dataloader_drop_last": False,
+    "dataloader_in_order": True, "accelerator_config.dispatch_batches": None,
 }  # fmt: skip
 LARGEST_IMAGE: Final = 768 * 768  # LLaMA-Factory's default
 USUAL_RANK: Final = 8  # of LoRA's adapters, in LLaMA-Factory and ms-swift
@@ -272,18 +273,24 @@ def _arguments(content: Content, load: Callable[[str], Content] | None, host: Ho
         pure=None if in_float32 else True,
         weight_bits=4 if content.get("load_in_4bit") else 8 if content.get("load_in_8bit") else None,
         fused_loss=True if content.get("use_liger_kernel") else None,
-        beside_packs=tuple(
-            f"{name}={value!r}"
-            for name, value in BESIDE_PACKS.items()
-            if host == "transformers" and content.get(name, value) != value
-        )
-        or None,
+        beside_packs=_beside_packs(content) if host == "transformers" else None,
         said=_said(content, (*_ARGUMENTS_READ, *(LIMITS if host == "transformers" else ()))),
         unread=_unread(content, content.get("optim"), "optim"),
     )
     named = _named_deepspeed(content.get("deepspeed"), load)
     # a ds_config's optimizer goes before the Trainer's
     return (own if named.optimizer is None else replace(own, optimizer=None)).over(named)
+
+
+def _beside_packs(content: Content) -> tuple[str, ...] | None:
+    """Settings that `balance` refuses, with the value that it takes."""
+    found = []
+    for name, value in BESIDE_PACKS.items():
+        section, _, key = name.rpartition(".")
+        holder = (content.get(section) or {}) if section else content
+        if isinstance(holder, Mapping) and holder.get(key, value) != value:
+            found.append(f"{name}={value!r}")
+    return tuple(found) or None
 
 
 def _named_deepspeed(named: Any, load: Callable[[str], Content] | None) -> Present:

@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from omnibal.advise.batches import Batching, Samples, padded_batches, random_packs
+from omnibal.advise.gains import Way, gain_in_words
 from omnibal.advise.memory import RankMemory
 from omnibal.advise.models import adapted_profile
 from omnibal.advise.wait import MEETINGS, Sharding, wait
@@ -350,12 +351,10 @@ class Gains:
 
     def __str__(self) -> str:
         if self.whole < LEAST_GAIN:
-            return f"no gain here: {self.whole:.2f}x the samples a second of random batches is expected"
+            return f"no gain here: {gain_in_words([(self.whole, Way('random batches'))])} is expected"
         parts = "" if self.packing is None else f" (packing {self.packing:.2f}x, balance {self.balance:.2f}x)"
-        return (
-            f"expected {self.whole:.2f}x the samples a second of random batches{parts}, "
-            f"{self.grouped:.2f}x those of group_by_length"
-        )
+        ways = [(self.whole, Way(f"random batches{parts}")), (self.grouped, Way("group_by_length"))]
+        return f"expected {gain_in_words(ways)}"
 
 
 @dataclass(frozen=True)
