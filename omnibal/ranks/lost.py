@@ -40,8 +40,9 @@ def is_lost(error: Exception) -> bool:
 
 def lost(error: Exception) -> str:
     """What to say where an exchange has failed, since a rank has ended."""
-    # gloo puts the place in its code before what it has to say, and torch its stack behind.
-    reason = re.sub(r"^\[\S+:\d+\] ", "", (str(error).splitlines() or [""])[0]).rstrip(".")
+    # gloo puts the place in its code before what it has to say, and advice behind; torch adds its stack.
+    reason = re.sub(r"^\[\S+:\d+\] ", "", (str(error).splitlines() or [""])[0])
+    reason = re.split(r"\. (?:This|Did|Connection was) ", reason)[0].rstrip(".")
     return f"all ranks must take part, got {shortened(reason)}; {_roll_in_words()}"
 
 
