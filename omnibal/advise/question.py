@@ -18,7 +18,7 @@ from omnibal.advise.present import Present
 from omnibal.cluster import Cluster
 from omnibal.data.limits import MOST, PackLimits
 from omnibal.device import Device
-from omnibal.errors import ConfigError
+from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.profile.calibration import Calibration
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
@@ -108,7 +108,14 @@ class Question:
         """
         if with_pipeline and self.scenario.hears:
             raise ConfigError(f"model must be one without sounds to plan a pipeline of, got {self.model.name}")
-        return advise(self.scenario, self.recipe, with_pipeline=with_pipeline, must_fit=must_fit)
+        try:
+            return advise(self.scenario, self.recipe, with_pipeline=with_pipeline, must_fit=must_fit)
+        except InfeasibleError as refusal:
+            if not self.measured.images:
+                raise
+            raise InfeasibleError(
+                f"{refusal}; counted are {self.measured.images}", missing_bytes=refusal.missing_bytes
+            ) from None
 
     def layouts(self, report: Callable[[str], object] = lambda doing: None) -> LayoutAnswer:
         """The fastest layout of every kind (ZeRO, pipelines, a spread encoder, units), whether it runs today or not.

@@ -187,6 +187,13 @@ def test_the_largest_assumption_stands_in_the_first_line(omnibal, annotations, l
     assert "images up to" not in omnibal("advise", lengths, *RUN).stdout  # nothing is assumed of measured lengths
 
 
+def test_a_refusal_names_the_largest_assumption(refusal, annotations):
+    given = ("--model", "Qwen2.5-VL-7B", "--cluster", "8xA100-80GB", "--today", "ddp")
+    assert refusal("advise", annotations, *given).endswith(
+        "; counted are images up to 12,845,056 pixels (the publisher's default; --max-image)"
+    )
+
+
 def test_all_forms_are_measured_by_all_commands(omnibal, tmp_path):
     turns = [("human", "user", "What? " * 30), ("gpt", "assistant", "word " * 50)]
     answers = []
