@@ -195,14 +195,17 @@ def calibrate(
     factors = flat.reshape(start.shape) * units
     fitted = (columns * factors).sum(axis=2)
     modules = _modules(profile)
-    vision, language, *sound = (
-        fitted[:, part :: len(modules)].sum() / max(columns[:, part :: len(modules), :-1].sum(), 1e-300)
-        for part in range(len(modules))
-    )
+
+    def ratio(of_parts: slice) -> float:
+        if columns[:, of_parts, :-1].sum() == 0:  # of a part that had nothing to do: it follows the others
+            of_parts = slice(None)
+        return float(fitted[:, of_parts].sum() / columns[:, of_parts, :-1].sum())
+
+    vision, language, *sound = (ratio(slice(part, None, len(modules))) for part in range(len(modules)))
     error = np.median(np.abs(fitted.sum(axis=1) / seconds - 1))
     return Calibration(
         device=device, counted_for=profile.device, layers=_hash_of(profile), passes=len(seconds), error=float(error),
-        vision=float(vision), language=float(language), sound=float(sound[0]) if sound else None,
+        vision=vision, language=language, sound=sound[0] if sound else None,
         factors={
             part: dict(zip((*SIZES, "layer_seconds"), of_columns.tolist(), strict=True))
             for part, of_columns in zip(parts, factors, strict=True)

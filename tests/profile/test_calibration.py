@@ -154,6 +154,14 @@ def test_a_part_that_nobody_timed_follows_the_others():
     assert calibrate(COUNTED, [each._replace(seconds=0.0) for each in passes], FULL, device="x") is None
 
 
+def test_packs_of_texts_alone_say_of_the_vit_what_they_say_of_all():
+    rng = np.random.default_rng(6)
+    packs = packs_unlike(rng)
+    texts = Load(np.zeros(len(packs.llm_tokens)), packs.llm_tokens, packs.llm_tokens_squared)
+    found = calibrate(COUNTED, timed(wrong_by(1.0), texts, PARTS, rng), FULL, device="x")
+    assert found.vision == pytest.approx(found.language, rel=0.2)
+
+
 def test_a_calibration_is_read_back_for_the_same_model_only(tmp_path):
     rng = np.random.default_rng(7)
     found = calibrate(COUNTED, timed(wrong_by(2.0), packs_alike(rng), PARTS, rng), FULL, device="x")
