@@ -41,7 +41,7 @@ def run(cell, folder_of, tmp_path):
     check(known, launch(cell.num_processes, f"{train.__module__}:train", known, str(tmp_path)))
 
 
-@pytest.mark.cluster(3)
+@pytest.mark.cluster(4)
 @pytest.mark.parametrize("cell", [Cell(**values, seed=number) for number, values in enumerate(COVERING)])
 def test_every_pair_of_settings_trains_as_plain_transformers_does(cell, folder_of, tmp_path):
     run(cell, folder_of, tmp_path)

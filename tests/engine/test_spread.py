@@ -101,7 +101,7 @@ def test_training_equals_plain_transformers_and_a_resumed_run_every_bit_of_one_t
                 torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5, msg=name)
 
 
-@pytest.mark.cluster(1)
+@pytest.mark.cluster(2)
 def test_all_end_when_one_is_killed(model, tmp_path):
     case = spread((0, 7, 10), ONE, model=str(model), zero_stage=1)
     assert all_end(2, "tests.engine.cases:steps_until_killed", case, 1, tmp_path)

@@ -59,7 +59,7 @@ def test_the_message_of_a_rank_that_fails_in_a_pass_comes_first(config, failing)
     assert "Traceback" not in said[1 - failing].partition("ends, for")[0]
 
 
-@pytest.mark.cluster(1)
+@pytest.mark.cluster(2)
 def test_a_rank_that_dies_while_it_saves_leaves_the_checkpoint_before(config, tmp_path):
     said = how_all_end(2, "tests.engine.stops:dies_while_saving", config, 1, tmp_path)[0]
     assert "OmnibalError: rank 0, stage 0: all ranks must take part, got " in said

@@ -64,7 +64,7 @@ def test_a_resumed_run_has_every_bit_of_one_that_went_on(num_processes, model, t
             assert resumed["weights"].keys() == whole["weights"].keys() != set()
 
 
-@pytest.mark.cluster(1)
+@pytest.mark.cluster(2)
 @pytest.mark.parametrize(
     ("killed", "named"),
     [

@@ -37,9 +37,9 @@ CHECKS = [
     ("_rearranging", "resumes", {"case": DDP, "stream": Endless}),
     *((file, "mixture", {"case": DDP}) for file in ("_streams", "")),
     *(("", kind, {}) for kind in ("muon", "unlike_data")),
-    *((file, "exact", {"case": case, **more}) for file, case, more in MORE_EXACT),
 ]
-"""Of a check the end of its file's name, its name, its arguments. What no GPU has seen stands first."""
+MORE_CHECKS = [(file, "exact", {"case": case, **more}) for file, case, more in MORE_EXACT]
+"""Of a check the end of its file's name, its name, its arguments."""
 
 
 def name_of(check):
@@ -60,7 +60,13 @@ def run(file, kind, arguments, folder):
     return True
 
 
-@pytest.mark.cluster(1)
-@pytest.mark.parametrize("check", CHECKS, ids=name_of)
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(check, marks=pytest.mark.cluster(turn), id=name_of(check))
+        for turn, checks in ((1, CHECKS), (3, MORE_CHECKS))
+        for check in checks
+    ],
+)
 def test_ranks_on_one_device_train_what_plain_transformers_would(check, tmp_path):
     assert launch(2, f"{__name__}:run", *check, tmp_path) == [True, True]
