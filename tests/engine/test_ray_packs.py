@@ -4,12 +4,17 @@ import multiprocessing
 import os
 import signal
 from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
 
 import pytest
 
+from omnibal.engine.loader import PackReader, left_out_of
 from omnibal.engine.ray_packs import RayPacks
+from omnibal.engine.samples import CheckedSamples, SampleRules
 from omnibal.errors import ConfigError, DataError
+from omnibal.vlm import load_model
 from tests.engine.cases import SmallDataset
+from tests.engine.small import PIXEL_SHAPE, small_config
 from tests.engine.test_reading_ahead import is_same, loader_of, steps_of
 
 ray = pytest.importorskip("ray")
@@ -55,6 +60,21 @@ def _start_cluster():
 def test_a_reader_that_is_killed_loses_nothing_and_a_resumed_run_goes_on(cluster, tmp_path):
     cluster(_lose_a_reader, tmp_path / "killed")
     assert (tmp_path / "killed").exists(), "a reader was killed on the way"
+
+
+def test_a_sample_that_cannot_be_read_is_left_out_of_its_pack(cluster):
+    cluster(_leave_out)
+
+
+def _leave_out():
+    dataset, reader = TroubledDataset(broken=5), PackReader(view="images", pixel_shape=PIXEL_SHAPE)
+    rules = SampleRules.of(load_model(small_config()))
+    checked = CheckedSamples(dataset, dataset.lengths(), rules, "skip")
+    packs = RayPacks(checked, [[4, 5], [6]], reader.collate, address="auto", count=2, pin=False)
+    first, second = islice(packs, 2)
+    assert left_out_of(first) == {5: "image must be decodable, got picture.png (sample 5)"}
+    assert left_out_of(second) == {}
+    assert first["input_ids"][0].tolist() == dataset[4]["input_ids"].tolist()
 
 
 def _lose_a_reader(once):

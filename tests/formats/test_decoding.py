@@ -154,13 +154,16 @@ def test_a_png_is_turned_by_what_stands_before_or_behind_its_pixels(tmp_path, mo
     assert image_size(tmp_path / "a.png") == image_size((tmp_path / "a.png").read_bytes()) == expected
 
 
-def test_a_turned_png_has_the_tiles_that_training_reads(model_folder, tmp_path):
+def test_a_turned_png_has_the_tokens_that_training_reads(model_folder, tmp_path):
+    save_folder("llava_next", tmp_path / "model", model_folder)
     noise(tmp_path / "a.png", 180, 50)
     content = (tmp_path / "a.png").read_bytes()
     at = content.rindex(b"IEND") - 4
     (tmp_path / "a.png").write_bytes(content[:at] + turned_notes()["eXIf"] + content[at:])
-    dataset = open_dataset(write(tmp_path, "image", "a.png"), model_folder)
-    assert dataset.lengths().vision_units.tolist() == [len(dataset[0]["pixel_values"])]
+    (tmp_path / "b.png").write_bytes(content)
+    lengths = open_dataset(write(tmp_path, "image", "b.png"), tmp_path / "model").lengths()
+    dataset = open_dataset(write(tmp_path, "image", "a.png"), tmp_path / "model")
+    assert dataset.lengths().llm_tokens.tolist() == [len(dataset[0]["input_ids"])] != lengths.llm_tokens.tolist()
 
 
 @pytest.fixture
