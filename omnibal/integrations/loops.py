@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from omnibal.advise.wait import phase_costs
 from omnibal.data.kinds import Loads, loads_of
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
-from omnibal.errors import ConfigError, DataError, end_in_one_line
+from omnibal.data.source_draws import typical_lengths
+from omnibal.errors import ConfigError, DataError, end_in_one_line, integer, reporting
 from omnibal.feeds.sources import is_indexed
 from omnibal.formats.collate import IGNORED
 from omnibal.integrations.lengths import (
@@ -34,6 +36,15 @@ from omnibal.integrations.packing import FAMILIES, Collator, PackCollator, Sampl
 from omnibal.integrations.padded import PaddedSampler
 from omnibal.integrations.proving import check_packed
 from omnibal.integrations.row_lengths import refuse_long_rows
+from omnibal.integrations.trainer_settings import (
+    batch_size_of,
+    data_seed,
+    layout_of,
+    recompute_of,
+    refuse_values,
+    set_micro_batches,
+)
+from omnibal.integrations.trainer_steps import AskedSteps, counted_profile, describe, fit_step
 from omnibal.ranks import gather, place
 
 if TYPE_CHECKING:  # hosts on torch 2.1 have it elsewhere
@@ -188,25 +199,11 @@ def balanced_loader(
     end_in_one_line()
     if padded and model is not None:
         raise ConfigError("model must be None where batches are padded, got one; it is there to check packs")
-    collator_of: Callable[..., Any]
-    if model is None:
-        collator_of = partial(ItemCollator, collate, measure)
-    else:
-        collator_of = partial(PackCollator, collate, positions_of(model.config), arguments=arguments_of(model))
-    if not is_indexed(dataset):
-        found = type(dataset).__name__
-        raise DataError(f"dataset must be read by index and have a length, got {found}; balanced_stream packs streams")
-    if not len(dataset):
-        raise DataError("dataset must hold at least one sample, got none")
-    refuse_unlike_sizes(len(dataset), len(lengths) if isinstance(lengths, SampleLengths) else None)
-    if not isinstance(lengths, SampleLengths):
-        workers = options.get("num_workers", 0)
-        lengths = kept_lengths(collator_of(), dataset, lengths, saves=place()[0] == 0, num_workers=workers)
+    collator_of = _collator_of(collate, model, measure)
+    lengths = _lengths_of(dataset, collator_of(), lengths, mixture, options.get("num_workers", 0))
     limits.refuse_none(lengths)
     if model is not None:
         refuse_long_rows(model, limits)
-    if mixture is not None:
-        lengths = with_sources(lengths, dataset)
     if weigh_tokens and lengths.target_tokens is None:
         raise ConfigError("lengths must have target_tokens for an exact loss, got none")
     if not absorb_other_lengths:
@@ -235,35 +232,140 @@ def balanced_loader(
     return loader
 
 
-def replace_loader(trainer: Any, limits: PackLimits, **options: Any) -> PackLoader:
-    """Let a trainer that is built on transformers.Trainer train on packs; only its loader changes.
+def _collator_of(
+    collate: Collator, model: torch.nn.Module | None, measure: Callable[[Any], Loads] = item_loads
+) -> Callable[..., Any]:
+    """Makes the collator of ``balanced_loader``, for the lengths that packs were planned with."""
+    if model is None:
+        return partial(ItemCollator, collate, measure)
+    return partial(PackCollator, collate, positions_of(model.config), arguments=arguments_of(model))
+
+
+def _lengths_of(
+    dataset: Dataset,
+    collator: Any,
+    lengths: SampleLengths | Path | None,
+    mixture: Mixture | Mapping[str, Any] | None,
+    num_workers: int,
+) -> SampleLengths:
+    """Lengths of a dataset, given, kept or measured, with the sources of a mixture."""
+    if not is_indexed(dataset):
+        found = type(dataset).__name__
+        raise DataError(f"dataset must be read by index and have a length, got {found}; balanced_stream packs streams")
+    if not len(dataset):
+        raise DataError("dataset must hold at least one sample, got none")
+    refuse_unlike_sizes(len(dataset), len(lengths) if isinstance(lengths, SampleLengths) else None)
+    if not isinstance(lengths, SampleLengths):
+        lengths = kept_lengths(collator, dataset, lengths, saves=place()[0] == 0, num_workers=num_workers)
+    return lengths if mixture is None else with_sources(lengths, dataset)
+
+
+def replace_loader(
+    trainer: Any, limits: PackLimits, *, samples_per_step: int | None = None, exact_loss: bool = False, **options: Any
+) -> PackLoader:
+    """Let a trainer that is built on transformers.Trainer train on packs; its loader changes, and its steps stay.
 
     For training code that pins its own transformers or computes its own loss; ``omnibal.integrations.transformers``
-    does more for a Trainer of transformers 5.
+    does more for a Trainer of transformers 5. An optimizer step holds about as many samples as the trainer's arguments
+    ask for: packs are made smaller, and ``gradient_accumulation_steps`` becomes another, as ``balance`` does it. A line
+    says what was asked, what came, and what becomes of the loss.
 
     Args:
         trainer: Before training. Its ``train_dataset`` and ``data_collator`` are read, and what its arguments say about
             steps and workers. Lengths that were measured are kept in its ``output_dir``.
         limits: The most a pack may hold.
+        samples_per_step: Samples of an optimizer step, of all ranks together; by default those that the trainer's
+            arguments ask for.
+        exact_loss: Whether the loss of a step is the mean over its target tokens, of all ranks and packs, in place of
+            what the trainer makes of each pack; for models that return ``logits``.
         options: Further keywords of ``balanced_loader``.
 
     Returns:
         The loader, which the trainer will use as it is.
+
+    Raises:
+        ConfigError: The trainer's settings do not allow packs.
     """
-    args = trainer.args
+    end_in_one_line()
+    args, model, mixture = trainer.args, options.get("model"), options.get("mixture")
+    refuse_values(args, of_loader=True)
+    mesh, workers = options.get("mesh"), args.dataloader_num_workers
+    _, num_ranks = place() if mesh is None else (mesh.get_local_rank(), mesh.size())
+    batch_size = batch_size_of(trainer, num_ranks)
+    asked = batch_size * num_ranks * args.gradient_accumulation_steps
+    if samples_per_step is not None:
+        asked = integer("samples_per_step", samples_per_step, num_ranks)
+    collator = _collator_of(trainer.data_collator, model, options.get("measure", item_loads))()
+    kept = options.pop("lengths", Path(args.output_dir) / LENGTHS)
+    lengths = _lengths_of(trainer.train_dataset, collator, kept, mixture, workers)
+    limits.refuse_none(lengths)
+    size = fit_step(
+        typical_lengths(lengths, None if mixture is None else Mixture.of(mixture)),
+        asked,
+        batch_size=batch_size,
+        num_replicas=num_ranks,
+        most=limits,
+        padded=options.get("padded", False),
+    )
     loader = balanced_loader(
         trainer.train_dataset,
         trainer.data_collator,
-        limits,
-        micro_batches=args.gradient_accumulation_steps,
-        seed=args.seed,
-        weigh_tokens=False,
-        num_workers=args.dataloader_num_workers,
-        pin_memory=args.dataloader_pin_memory,
-        **{"lengths": Path(args.output_dir) / LENGTHS} | options,
+        size.limits,
+        lengths=lengths,
+        micro_batches=size.micro_batches,
+        seed=data_seed(trainer),
+        weigh_tokens=exact_loss,
+        **{"num_workers": workers, "pin_memory": args.dataloader_pin_memory} | options,
     )
+    micro_batches = max(round(asked / batch_size / num_ranks), 1)
+    steps = AskedSteps(asked, batch_size, micro_batches, args.num_train_epochs, args.max_steps, limits)
+    if place()[0] == 0:
+        with reporting("the line about packs"):
+            print(_described(trainer, loader.pack_sampler, size.limits, steps))
+        print(_told_loss(trainer, num_ranks * size.micro_batches, exact_loss=exact_loss))
+    set_micro_batches(trainer, size.micro_batches)
+    if exact_loss:
+        _take_pack_loss(trainer)
     trainer.get_train_dataloader = lambda *_, **__: loader
     return loader
+
+
+def _described(trainer: Any, sampler: PackSampler, limits: PackLimits, steps: AskedSteps) -> str:
+    """The line of ``balance``."""
+    device = trainer.args.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    counted = counted_profile(trainer.accelerator.unwrap_model(trainer.model), name)
+    costs = None if counted is None else phase_costs(counted, recompute=recompute_of(trainer))
+    found = None if counted is None else counted.device
+    return describe(sampler, limits, costs, layout_of(trainer), steps, device=found)
+
+
+def _told_loss(trainer: Any, packs: int, *, exact_loss: bool) -> str:
+    """What becomes of the loss, in words."""
+    if exact_loss:
+        return "omnibal: the loss of a step is the mean over its target tokens, of all ranks and packs"
+    return (
+        f"omnibal: {type(trainer).__name__}.compute_loss stays; where it takes the mean over a batch, as outputs.loss "
+        f"is, a step now has the mean of {packs} packs' means, and not that of its target tokens: "
+        "replace_loader(..., exact_loss=True) takes this one"
+    )
+
+
+def _take_pack_loss(trainer: Any) -> None:
+    """Let a trainer train with ``pack_loss``, and evaluate as before."""
+    own, micro_batches = trainer.compute_loss, 1
+    if hasattr(trainer, "loss_is_scaled_for_ga"):
+        trainer.loss_is_scaled_for_ga = True
+    else:  # older trainers divide by the micro-batches of a step whatever they do not know to be divided
+        trainer.model_accepts_loss_kwargs, trainer.compute_loss_func = False, None
+        micro_batches = trainer.args.gradient_accumulation_steps
+
+    def compute_loss(model: Any, inputs: Any, *others: Any, **further: Any) -> Any:
+        if TOKEN_WEIGHT not in inputs:
+            return own(model, inputs, *others, **further)
+        return pack_loss(model, inputs) * micro_batches
+
+    trainer.compute_loss = compute_loss
 
 
 def pack_loss(

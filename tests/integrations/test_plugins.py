@@ -61,16 +61,23 @@ def swift(monkeypatch):
 @pytest.fixture
 def trainer(tmp_path):
     numbers = {"gradient_accumulation_steps": 2, "seed": 0, "dataloader_num_workers": 0, "dataloader_pin_memory": False}
-    numbers["output_dir"] = str(tmp_path)
-    trainer = Mixin()
+    numbers |= {"per_device_train_batch_size": 2, "num_train_epochs": 1, "max_steps": -1, "data_seed": None}
+    numbers |= {"output_dir": str(tmp_path), "device": torch.device("cpu"), "gradient_checkpointing": False}
+    trainer, model = Mixin(), plain_family_model(config_of("internvl"))
+    accelerator = SimpleNamespace(split_batches=False, gradient_accumulation_steps=1, unwrap_model=lambda model: model)
     vars(trainer).update(args=SimpleNamespace(**numbers), train_dataset=items_of("internvl"), data_collator=list)
+    vars(trainer).update(accelerator=accelerator, is_deepspeed_enabled=False, is_fsdp_enabled=False, model=model)
+    trainer.compute_loss = None
     return trainer
 
 
 def test_the_plugin_of_swift_replaces_the_loader_for_good(swift, trainer, monkeypatch):
     monkeypatch.setenv("OMNIBAL_LIMITS", "7,60")
+    args = trainer.args
     loader = trainer.get_train_dataloader()
     assert sum(len(pack) for pack in loader.pack_sampler) == 11
+    assert trainer.args is args  # training has begun with them
+    assert args.gradient_accumulation_steps == loader.pack_sampler.micro_batches
     assert trainer.get_train_dataloader(skip_batches=3) is loader
 
 

@@ -49,6 +49,7 @@ def trainer_of(model, items, collate, folder, kind=Trainer, **options):
     options = {
         "use_cpu": True, "report_to": [], "disable_tqdm": True, "remove_unused_columns": False, "optim": "sgd",
         "gradient_accumulation_steps": MICRO_BATCHES, "learning_rate": LEARNING_RATE, "max_grad_norm": 0,
+        "per_device_train_batch_size": 2,
         "lr_scheduler_type": "constant", "num_train_epochs": EPOCHS, "save_strategy": "no", "logging_strategy": "no",
         **options,
     }  # fmt: skip

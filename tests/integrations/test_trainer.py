@@ -30,7 +30,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.errors import ConfigError, DataError
-from omnibal.integrations.loops import balanced_loader
+from omnibal.integrations.loops import balanced_loader, replace_loader
 from omnibal.integrations.losses import StepLoss, loss_per_target, works_on_targets
 from omnibal.integrations.trainer_hooks import memory_of, wants_all_gradients
 from omnibal.integrations.trainer_settings import SETTINGS, batch_size_of, recompute_of, refuse_settings, replicas_of
@@ -296,6 +296,8 @@ def train_others(folder):
         check_mixture(Case("internvl"), folder / "mixture")
         for family in ("qwen2_5_vl", "internvl", "qwen2_audio"):
             check_held_out(family, folder / f"held-out-{family}")
+        for family in ("qwen2_5_vl", "internvl"):
+            check_replaced_loader(family, folder / f"replaced-{family}")
         check_split_batches(folder / "split")
         check_unlike_data(folder / "unlike")
         check_texts_alone(folder / "texts")
@@ -326,6 +328,28 @@ def check_held_out(family, folder):
     logged = [entry["eval_uneven_loss"] for entry in trainer.state.log_history if "eval_uneven_loss" in entry]
     assert logged[-2:] == [found["uneven"], losses_of(trainer)["uneven"]]
     assert logged[-1] < logged[-2]
+
+
+def check_replaced_loader(family, folder):
+    """A trainer whose loader alone is replaced trains the samples of its steps, exactly if it is asked to."""
+    options = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "logging_strategy": "steps"}
+    trainer = trainer_of(family, folder, max_steps=3, logging_steps=1, **options)
+    loader = replace_loader(trainer, PackLimits(2000, 900), model=trainer.model, exact_loss=True)
+    sampler, found = loader.pack_sampler, weights_of(trainer.model)
+    assert trainer.args.gradient_accumulation_steps == sampler.micro_batches
+    assert (sampler.num_steps, sampler.num_replicas) == (2, 2)  # 11 samples, of which a step asks 8
+    trainer.train()
+    plain, items, losses = Case(family).plain(), items_of(family), []
+    assert_close(found, weights_of(plain))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=LEARNING_RATE)
+    for number in range(3):
+        sampler.set_epoch(number // sampler.num_steps)
+        packs = sampler.packs_of_all_ranks(number % sampler.num_steps)
+        losses.append(plain_backward(plain, [items[sample] for pack in packs for sample in pack])[0])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_close(weights_of(trainer.model), weights_of(plain), atol=1e-5)
+    assert [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] == pytest.approx(losses, rel=1e-4)
 
 
 def check_texts_alone(folder):
@@ -794,6 +818,29 @@ def check_split_batches(folder):
         )
         sampler = balance(trainer)
         assert (sampler.num_steps, sampler.state_dict(0)["made_from"]["seed"]) == (steps, 7)
+
+
+def test_a_replaced_loader_keeps_the_samples_of_a_step_and_says_what_it_changes(tmp_path, capsys):
+    trainer = trainer_of("qwen2_5_vl", tmp_path, per_device_train_batch_size=2, data_seed=7, num_train_epochs=1)
+    sampler = replace_loader(trainer, PackLimits(2000, 900), model=trainer.model).pack_sampler
+    line, loss = capsys.readouterr().out.splitlines()
+    assert line.startswith("omnibal: 11 samples in packs of at most ")
+    assert "smaller than the given 2000 vision units and 900 LLM tokens, under which a step holds 11.0 samples" in line
+    assert "; 3 steps an epoch, 4 samples a step asked, 3.7 on average" in line
+    means = f"a step now has the mean of {sampler.micro_batches} packs' means, and not that of its target tokens"
+    assert loss.startswith(
+        "omnibal: Trainer.compute_loss stays; where it takes the mean over a batch, as outputs.loss is,"
+    )
+    assert f"{means}: replace_loader(..., exact_loss=True) takes this one" in loss
+    assert (trainer.args.gradient_accumulation_steps, sampler.state_dict(0)["made_from"]["seed"]) == (
+        sampler.micro_batches,
+        7,
+    )
+    assert trainer.train().global_step == 3
+    asked = replace_loader(trainer_of("qwen2_5_vl", tmp_path), PackLimits(2000, 900), samples_per_step=11)
+    assert asked.pack_sampler.num_steps == 1
+    with pytest.raises(ConfigError, match="dataloader_drop_last must be False to train on packs, got True"):
+        replace_loader(trainer_of("internvl", tmp_path, dataloader_drop_last=True), LIMITS["internvl"])
 
 
 def own(method):

@@ -17,7 +17,12 @@ from omnibal.integrations.plugins import given_limits
 
 def get_train_dataloader(trainer: Any, skip_batches: int = 0) -> PackLoader:
     """What takes the place of the trainer's own, in all epochs and where a run goes on."""
-    return replace_loader(trainer, given_limits())
+    args = trainer.args
+    loader = replace_loader(trainer, given_limits())
+    # Training has begun, and reads from these arguments how many micro-batches a step has.
+    args.gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+    trainer.args = args
+    return loader
 
 
 if find_spec("swift") is not None:  # elsewhere the file is only read
