@@ -13,7 +13,7 @@ from accelerate.data_loader import DataLoaderDispatcher
 from torch import Tensor
 
 from omnibal.formats.collate import IGNORED
-from omnibal.integrations.trainer_settings import replicas_of
+from omnibal.integrations.trainer_settings import layout_of, replicas_of
 
 TARGETS = ("labels", "shift_labels")
 """Fields of a batch that name target tokens; ``shift_labels``, if given, are what the loss takes."""
@@ -74,6 +74,10 @@ class ExactEvaluation:
         """In the place of Trainer's; metrics but the loss are Trainer's own."""
         self._loss, self._targets = 0.0, 0
         output = self._loop(*args, **options)
+        model = self._trainer.model
+        if layout_of(self._trainer) == "ddp" and self._trainer.model_wrapped is model:
+            # Marked so by an evaluation, Accelerate would not wrap the model to train, and ranks would train apart.
+            vars(model).pop("_is_accelerate_prepared", None)
         own = torch.tensor([[self._loss, self._targets]], dtype=torch.float64, device=self._trainer.args.device)
         loss, targets = self._trainer.accelerator.gather(own).sum(0).tolist()
         if targets:

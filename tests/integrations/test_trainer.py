@@ -325,6 +325,7 @@ def check_held_out(family, folder):
     trainer.args.prediction_loss_only = True  # predict gathers all that a model returns, and images differ by rank
     assert trainer.predict(sets["uneven"]).metrics["test_loss"] == found["uneven"]
     trainer.train()
+    assert trainer.model_wrapped is not trainer.model  # DDP, though the model was evaluated before
     logged = [entry["eval_uneven_loss"] for entry in trainer.state.log_history if "eval_uneven_loss" in entry]
     assert logged[-2:] == [found["uneven"], losses_of(trainer)["uneven"]]
     assert logged[-1] < logged[-2]
