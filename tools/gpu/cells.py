@@ -60,8 +60,10 @@ def rows_of(arguments: Sequence[str], seconds: float, environment: dict[str, str
     """Run pytest in processes of its own, all of which end with it, or when its time is up."""
     reading, writing = os.pipe()
     command = [sys.executable, "-m", "pytest", "-p", "tools.gpu.cells", *arguments]
+    # A worker of pytest-xdist that calls this one would pass as the worker of the pytest that is started.
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     process = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | environment | {"OMNIBAL_ROWS": str(writing)}, pass_fds=[writing],
+        command, cwd=ROOT, env=outside | environment | {"OMNIBAL_ROWS": str(writing)}, pass_fds=[writing],
         start_new_session=True,
     )  # fmt: skip
     os.close(writing)
