@@ -79,3 +79,10 @@ def test_a_wheel_installs_into_an_empty_environment(wheel, tmp_path, flavour, co
     run(python, "-c", code, ROOT, **alone)
     said = run(tmp_path / "env" / "bin" / "omnibal", "--help", **alone)
     assert "advise" in said and "plan" in said
+
+
+def test_the_changelog_begins_with_the_version():
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    headings = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## ")]
+    assert headings[0].split()[1] == setup["metadata"]["version"]
