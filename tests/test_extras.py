@@ -12,13 +12,13 @@ from packaging.version import Version
 from PIL import Image
 
 from omnibal.data.limits import PackLimits
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import _EXTRAS
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from tests.cli.conftest import cluster_of
 from tests.clusters import on_cluster
 from tests.pipeline.profiles import fixed_profile
+from tools.synthetic import tiled_lengths
 
 BASE_ONLY = f"""
 import json, sys

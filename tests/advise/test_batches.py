@@ -8,10 +8,10 @@ from omnibal.cost import Load
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.synthetic import patch_lengths, tiled_lengths
 from omnibal.device import DEVICES
 from omnibal.profile.counted import analytic_profile
 from tests.profile.test_counted import RECORDS
+from tools.synthetic import patch_lengths, tiled_lengths
 
 SHAPE = {"num_ranks": 2, "micro_batches": 3}
 

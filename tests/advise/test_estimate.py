@@ -11,11 +11,11 @@ from omnibal.advise.wait import bandwidth, exposed_seconds, phase_seconds
 from omnibal.cluster import Cluster, Layout
 from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import InfeasibleError
 from omnibal.memory.footprint import Footprint
 from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.profile.counted import analytic_profile
+from tools.synthetic import tiled_lengths
 
 EIGHT = Cluster.parse("8xA100-80GB")
 RECORDS = Model.known("InternVL3-8B").records

@@ -8,9 +8,9 @@ from omnibal.advise.fitting import check_weighable, degrees_that_fit, what_fits
 from omnibal.advise.models import Model, adapted_profile
 from omnibal.cluster import Cluster
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.profile.counted import analytic_profile
+from tools.synthetic import tiled_lengths
 
 EIGHT = Cluster.parse("8xA100-80GB")
 RECORDS = Model.known("InternVL3-8B").records

@@ -11,10 +11,10 @@ from omnibal.advise.layouts import EQUAL, KINDS, LayoutAnswer, WeighedLayout, We
 from omnibal.advise.models import Model
 from omnibal.cluster import Cluster
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError
 from omnibal.profile.counted import analytic_profile
 from tools.layouts.brute_force import Setting, compare
+from tools.synthetic import tiled_lengths
 
 MIX = tiled_lengths(4000, seed=1)
 LIMITS = {"MOST_TRIED": layouts.MOST_TRIED, "MOST_TIMES": layouts.MOST_TIMES}

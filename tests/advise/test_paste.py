@@ -11,11 +11,11 @@ from omnibal.cluster import Cluster, Layout
 from omnibal.config import layout_of, read_config
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.integrations.trainer_settings import SETTINGS
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from omnibal.profile.counted import analytic_profile
+from tools.synthetic import tiled_lengths
 
 CLUSTER = Cluster.parse("2x8xA100-80GB")
 PROFILE = analytic_profile(Model.known("InternVL3-8B").records, CLUSTER.device)

@@ -8,8 +8,8 @@ from omnibal.cluster import Cluster
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.synthetic import patch_lengths, tiled_lengths
 from omnibal.profile.counted import analytic_profile
+from tools.synthetic import patch_lengths, tiled_lengths
 
 PROFILE = analytic_profile(Model.known("InternVL3-8B").records, Cluster.parse("8xA100-80GB").device)
 

@@ -12,11 +12,11 @@ from omnibal.advise.question import Question
 from omnibal.cluster import Cluster
 from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError, DataError
 from omnibal.profile.calibration import Calibration, TimedPass, calibrate, sizes_of
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import every_layer
+from tools.synthetic import tiled_lengths
 
 EIGHT = Cluster.parse("8xA100-80GB")
 PRESENT = Present(sharding="zero3", batch=4)

@@ -7,12 +7,12 @@ from typer.testing import CliRunner
 from omnibal import vlm
 from omnibal.advise import estimate, layouts
 from omnibal.cli.main import app
-from omnibal.data.synthetic import INTERNVL_MIX, tiled_lengths
 from omnibal.demo import write_demo
 from omnibal.families.base import LayerRecord
 from omnibal.planner import packings
 from omnibal.vlm import load_model
 from omnibal.vlm.weights import save_model
+from tools.synthetic import INTERNVL_MIX, tiled_lengths
 
 CLUSTER = "4xA100-80GB"
 

@@ -13,8 +13,8 @@ from omnibal.advise.models import read_model
 from omnibal.advise.present import Present
 from omnibal.cli.main import app
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.formats.conversations import open_dataset
+from tools.synthetic import tiled_lengths
 
 RUN = ("--model", "InternVL3-8B", "--cluster", "8xA100-80GB")
 PROBE = """

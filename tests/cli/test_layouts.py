@@ -7,9 +7,9 @@ import pytest
 
 from omnibal.advise.layouts import KINDS
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.profile.records import ModelProfile
 from tests.cli.conftest import cluster_of
+from tools.synthetic import tiled_lengths
 
 pytestmark = pytest.mark.usefixtures("few_steps")
 CLUSTER = "2xA100-80GB"

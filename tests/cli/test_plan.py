@@ -21,7 +21,6 @@ from omnibal.config import keys_of_plan, read_config
 from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError
 from omnibal.families.base import encoder_layers
 from omnibal.pipeline.partition import Partition
@@ -34,6 +33,7 @@ from omnibal.trials import Trial
 from omnibal.workspace import Workspace
 from tests.cli.conftest import cluster_of, stand_in
 from tests.planner.test_solve import PROFILE
+from tools.synthetic import tiled_lengths
 
 pytestmark = pytest.mark.usefixtures("few_steps")
 MIB = 2**20

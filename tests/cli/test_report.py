@@ -8,12 +8,12 @@ from PIL import Image
 
 from omnibal import workspace
 from omnibal.data.limits import PackLimits
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from tests.clusters import on_cluster
 from tests.pipeline.profiles import fixed_profile
 from tests.test_records import UNREADABLE
+from tools.synthetic import tiled_lengths
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 

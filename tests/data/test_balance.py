@@ -8,7 +8,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, min_packs, source_mix, step_randomness
 from omnibal.data.packing_spec import DEFAULT_COST, PackingSpec, Ranks
 from omnibal.data.packs import Packs
-from omnibal.data.synthetic import INTERNVL_MIX, patch_lengths, tiled_lengths
+from tools.synthetic import INTERNVL_MIX, patch_lengths, tiled_lengths
 
 LIMITS = PackLimits(5, 4096)
 DOCUMENTS = tuple(source for source in INTERNVL_MIX if source.name in {"synthdog", "chartqa", "ai2d", "docvqa"})

@@ -10,9 +10,9 @@ from omnibal.data.isf import iterative_sampling_and_filtering
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import min_packs, source_mix, step_randomness
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError, DataError
 from tests.data.strategies import pack_limits, sample_lengths
+from tools.synthetic import tiled_lengths
 
 METHODS = ("balanced", "isf", "random")
 

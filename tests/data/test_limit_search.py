@@ -12,11 +12,11 @@ from omnibal.data.limit_search import TRAP_WASTE, ScoredLimits, find_trap, force
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, volume_bound
 from omnibal.data.packing_spec import DEFAULT_COST
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError, InfeasibleError
 from tests.data.real_lengths import needs_real_lengths, real_lengths
 from tests.data.strategies import pack_limits, sample_lengths
 from tests.oracles import fewest_packs
+from tools.synthetic import tiled_lengths
 
 LENGTHS = tiled_lengths(4000)
 

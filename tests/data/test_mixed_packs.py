@@ -10,9 +10,9 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, step_randomness
 from omnibal.data.mixture import Knot, Mixture
 from omnibal.data.source_draws import typical_lengths
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError, DataError, InfeasibleError
 from omnibal.feeds.sampler import BalancedBatchSampler
+from tools.synthetic import tiled_lengths
 
 NAMES = ("ocr", "chat", "text")
 LIMITS = PackLimits(16, 5120)

@@ -8,7 +8,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import min_packs
 from omnibal.data.mixture import Mixture
 from omnibal.data.source_draws import PackRates, SourceDraws
-from omnibal.data.synthetic import tiled_lengths
+from tools.synthetic import tiled_lengths
 
 SIZES = {"large": 3000, "small": 7, "none": 0, "one": 1}
 MIXTURE = Mixture({"small": 1, "large": 1, "one": 1, "none": 0})

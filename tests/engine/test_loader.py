@@ -3,9 +3,9 @@
 import pytest
 
 from omnibal.data.limits import PackLimits
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.engine.loader import Loader, PackReader
 from omnibal.feeds.sampler import BalancedBatchSampler
+from tools.synthetic import tiled_lengths
 
 LENGTHS = tiled_lengths(400, seed=5, text_share=0.2)
 EPOCHS = 4

@@ -5,8 +5,8 @@ import json
 from hypothesis import strategies as st
 
 from omnibal.data.limits import PackLimits
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.feeds.sampler import BalancedBatchSampler
+from tools.synthetic import tiled_lengths
 
 LENGTHS = tiled_lengths(400, seed=5, text_share=0.2)
 LIMITS = PackLimits(9, 4096)

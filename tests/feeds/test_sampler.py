@@ -10,13 +10,13 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, min_packs
 from omnibal.data.packing_spec import DEFAULT_COST
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError, DataError
 from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from tests.data.strategies import pack_limits, sample_lengths
 from tests.feeds.samplers import LENGTHS, LIMITS, methods, packs_of, samplers, seen, shapes
+from tools.synthetic import tiled_lengths
 
 # --- epochs ---
 

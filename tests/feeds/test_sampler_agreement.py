@@ -1,10 +1,10 @@
 import pytest
 
 from omnibal.data.limits import PackLimits
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError
 from omnibal.feeds.sampler import check_agreement
 from tests.feeds.samplers import samplers
+from tools.synthetic import tiled_lengths
 
 
 def gathered(ranks):

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from omnibal.data.limits import PackLimits
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError
 from omnibal.feeds.sampler import BalancedBatchSampler
+from tools.synthetic import tiled_lengths
 
 torch = pytest.importorskip("torch")
 dist = torch.distributed

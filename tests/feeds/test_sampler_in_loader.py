@@ -2,8 +2,8 @@ import pytest
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.feeds.sampler import BalancedBatchSampler
+from tools.synthetic import tiled_lengths
 
 torch_data = pytest.importorskip("torch.utils.data")
 

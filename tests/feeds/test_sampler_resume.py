@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from omnibal.cost import CostModel
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.limits import PackLimits
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError
 from omnibal.feeds.sampler import BalancedBatchSampler
 from tests.data.strategies import pack_limits, sample_lengths
 from tests.feeds.samplers import LENGTHS, LIMITS, methods, packs_of, resumed, samplers, seen, shapes
+from tools.synthetic import tiled_lengths
 
 
 @pytest.mark.parametrize("method", ["balanced", "isf", "random"])

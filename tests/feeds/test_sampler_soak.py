@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from omnibal.data.synthetic import tiled_lengths
+from tools.synthetic import tiled_lengths
 
 NUM_SAMPLES = 5_000_000
 MOST_GROWTH_MIB = 250

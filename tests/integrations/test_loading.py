@@ -7,10 +7,10 @@ import pytest
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import DataError
 from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.integrations.loading import Pack, PackedView, PackItems, PackSampler, PlannedLoads
+from tools.synthetic import tiled_lengths
 
 LENGTHS = tiled_lengths(60, seed=0, text_share=0.5)
 SMALLEST_WITH_IMAGE = int(np.lexsort((LENGTHS.llm_tokens, LENGTHS.vision_units, LENGTHS.vision_units == 0))[0])

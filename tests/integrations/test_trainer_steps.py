@@ -11,7 +11,6 @@ from omnibal.cluster import Cluster
 from omnibal.cost import CostModel, Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, largest_load
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import InfeasibleError
 from omnibal.integrations.loading import PackSampler
 from omnibal.integrations.padded import PaddedSampler
@@ -29,6 +28,7 @@ from omnibal.integrations.trainer_steps import (
 )
 from tests.integrations.items import config_of
 from tests.vlm.families import plain_family_model
+from tools.synthetic import tiled_lengths
 
 LENGTHS = tiled_lengths(4000, seed=0)
 COSTS = {"vision": CostModel(vision_units=400), "language": CostModel(llm_tokens=1)}

@@ -12,7 +12,6 @@ from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, largest_load, paper_limits
 from omnibal.data.packs import Packs
-from omnibal.data.synthetic import patch_lengths, tiled_lengths
 from omnibal.device import DEVICES
 from omnibal.errors import ConfigError
 from omnibal.feeds.sampler import BalancedBatchSampler
@@ -22,6 +21,7 @@ from tests.clusters import cluster
 from tests.memory.models import random_model
 from tests.pipeline.profiles import fixed_profile, layer, profile
 from tests.planner.problems import with_vision
+from tools.synthetic import patch_lengths, tiled_lengths
 
 
 def request(*, num_devices=8, memory_bytes=1000, **changes):

@@ -6,7 +6,6 @@ import pytest
 from omnibal.cluster import Links
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import random_padded_steps
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import zero_bubble
@@ -15,6 +14,7 @@ from omnibal.plan import Plan
 from omnibal.planner.prediction import variants_up_to
 from tests.clusters import on_cluster
 from tests.pipeline.profiles import layer, profile
+from tools.synthetic import tiled_lengths
 
 LINKS = Links(1e6)
 LENGTHS = tiled_lengths(3000, seed=3)

@@ -8,7 +8,6 @@ import pytest
 from omnibal.cluster import Links
 from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.plan import Plan
@@ -16,6 +15,7 @@ from omnibal.planner import PlanRequest, make_plan
 from omnibal.profile.records import LayerCost, ModelProfile
 from tests.clusters import cluster
 from tests.planner.problems import two_phase_seconds
+from tools.synthetic import tiled_lengths
 
 LENGTHS = tiled_lengths(6000, seed=5)
 MIB = 2**20

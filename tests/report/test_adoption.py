@@ -14,11 +14,11 @@ from omnibal.advise.question import Question
 from omnibal.cluster import Cluster, Encoder, Layout
 from omnibal.config import read_config
 from omnibal.data.limits import PackLimits
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from omnibal.report.advise import Report
 from omnibal.report.layouts import LayoutReport
+from tools.synthetic import tiled_lengths
 
 EIGHT = Cluster.parse("8xA100-80GB")
 MEASURED = MeasuredLengths(tiled_lengths(2000, seed=1), "all", is_whole=True)

@@ -11,9 +11,9 @@ from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
-from omnibal.data.synthetic import patch_lengths, tiled_lengths
 from omnibal.report.packing import Arranged, measure_packing, mix_labels, packing_notes, packing_table, plot_rank_loads
 from tests.report.printed import text_of
+from tools.synthetic import patch_lengths, tiled_lengths
 
 LENGTHS = SampleLengths([1, 2, 3, 4], [10, 20, 30, 40], source=[0, 1, 0, 1])
 LIMITS = PackLimits(5, 50)

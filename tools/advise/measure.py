@@ -20,12 +20,12 @@ from omnibal.advise.wait import PHASES, wait
 from omnibal.cluster import Cluster
 from omnibal.cost import CostModel, Load
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.synthetic import patch_lengths, tiled_lengths
 from omnibal.device import Device
 from omnibal.profile.records import LayerCost, ModelProfile
 from tools.dropin.ways import Task, default, ours, random_packs
 from tools.replay.bench import SHAPES, Bench, config_of, pack_of, shorter
 from tools.sampling.data import real_lengths
+from tools.synthetic import patch_lengths, tiled_lengths
 
 RANKS, REPEATED = (8, 4, 2), 2
 STEPS = {8: 8, 4: 16, 2: 16}

@@ -17,11 +17,11 @@ from omnibal.cluster import Cluster
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.synthetic import patch_lengths, tiled_lengths
 from omnibal.device import DEVICES
 from omnibal.profile.counted import analytic_profile
 from tools.dropin.ways import Task, Way, group_by_length, rebalance
 from tools.sampling.data import real_lengths
+from tools.synthetic import patch_lengths, tiled_lengths
 
 STEPS, BATCH, LIMITS = 32, 4, PackLimits(16, 5120)
 LAYOUTS = ((8, 16), (64, 1))

@@ -10,7 +10,7 @@ import numpy as np
 
 from omnibal.cli.main import app
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.synthetic import INTERNVL_MIX, TOKENS_PER_TILE, patch_lengths, tiled_lengths
+from tools.synthetic import INTERNVL_MIX, TOKENS_PER_TILE, patch_lengths, tiled_lengths
 
 DATASETS = Path(__file__).parents[1] / "paper" / "datasets.py"
 SAMPLES = 100_000

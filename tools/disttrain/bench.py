@@ -14,7 +14,6 @@ from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.packing_spec import Method
 from omnibal.data.packs import Packs
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.dispatch.divide import divide
 from omnibal.feeds.buffer_plan import buffer_of, simulate_buffers
 from omnibal.pipeline.order import fill_intervals, order_micro_batches
@@ -26,6 +25,7 @@ from omnibal.profile.counted import analytic_profile
 from tools.bench import machine, print_table
 from tools.partition.paper_models import LIMITS
 from tools.sampling.rules import Task, random_batches
+from tools.synthetic import tiled_lengths
 
 MODEL: Final = "InternVL3-38B"
 CLUSTER: Final = Cluster.parse("8x8xA100-80GB")

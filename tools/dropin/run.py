@@ -33,7 +33,6 @@ from transformers import (
 
 from omnibal.cost import CostModel
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.synthetic import patch_lengths, tiled_lengths
 from omnibal.integrations.loading import PackItems
 from omnibal.integrations.losses import loss_per_target
 from omnibal.integrations.packing import PackCollator, positions_of
@@ -41,6 +40,7 @@ from omnibal.processes import free_port
 from omnibal.vlm.attention import PACKED_ATTENTION
 from tools.dropin.ways import Task, Way, default, group_by_length, knapsack, limits_of, ours, rebalance
 from tools.sampling.data import real_lengths
+from tools.synthetic import patch_lengths, tiled_lengths
 
 RANKS, SAMPLES, SHORTER, BATCH = 2, 4000, 16, 4
 """SHORTER: so many times fewer patches in a tile, and tokens in a text, than in the data. BATCH: the default's."""

@@ -9,13 +9,13 @@ import numpy as np
 from omnibal.advise.wait import wait
 from omnibal.cost import CostModel, Load
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.synthetic import patch_lengths, tiled_lengths
 from omnibal.device import DEVICES
 from omnibal.families import family_of
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
 from tools.dropin.ways import Task, Way, default, group_by_length, knapsack, limits_of, ours, random_packs, rebalance
 from tools.sampling.data import real_lengths
+from tools.synthetic import patch_lengths, tiled_lengths
 
 SHAPES = ((8, 1), (8, 8), (64, 1), (512, 1))
 """GPUs, and micro-batches of each in a step."""

@@ -7,7 +7,7 @@ from transformers import InternVLConfig, InternVLVisionConfig, Qwen2Config
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.synthetic import TOKENS_PER_TILE, tiled_lengths
+from tools.synthetic import TOKENS_PER_TILE, tiled_lengths
 
 SHORTER = 16
 """So many times fewer patches in a tile and tokens in a text than the paper's model has."""

@@ -16,9 +16,9 @@ from transformers import (
 )
 
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.vlm import load_model
 from omnibal.vlm.layers import VisionLanguageModel
+from tools.synthetic import tiled_lengths
 
 IMAGE_TOKEN, PADDING = 3, 0
 _VIT_300M = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}

@@ -16,10 +16,10 @@ from omnibal.advise.layouts import KINDS, weigh_layouts
 from omnibal.advise.models import Model
 from omnibal.cluster import Cluster
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.synthetic import patch_lengths, tiled_lengths
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
 from tools.bench import machine, table
+from tools.synthetic import patch_lengths, tiled_lengths
 
 FILE: Final = Path(__file__).with_name("results.json")
 PER_DEVICE: Final = 8

@@ -17,12 +17,12 @@ from omnibal.advise.layout_ranking import LayoutRanking, PipelineKind, RankedLay
 from omnibal.advise.layouts import Kind, Weighing
 from omnibal.advise.models import Model, adapted_profile
 from omnibal.cluster import Cluster, Encoder, Layout
-from omnibal.data.synthetic import patch_lengths, tiled_lengths
 from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.planner.placements import PlacedStep
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
 from tools.bench import line
+from tools.synthetic import patch_lengths, tiled_lengths
 
 KINDS: Final[tuple[PipelineKind, ...]] = ("pipeline", "tensor", "spread", "units")
 SLACK: Final = 0.98

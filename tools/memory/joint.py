@@ -11,7 +11,6 @@ from tqdm import tqdm
 
 from omnibal.cost import FloatArray, IntArray
 from omnibal.data.limits import PackLimits
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import InfeasibleError
 from omnibal.pipeline.optimize import descend, model_optima
 from omnibal.planner import PlanRequest, PlanResult, make_plan
@@ -22,6 +21,7 @@ from omnibal.profile.records import ModelProfile
 from tools.bench import table
 from tools.memory.paper_tables import profile_of
 from tools.partition.paper_models import BASELINE, LIMITS, cluster_of
+from tools.synthetic import tiled_lengths
 
 GIB = 2**30
 LENGTHS = tiled_lengths(40_000, seed=1)

@@ -7,7 +7,6 @@ from itertools import pairwise
 import numpy as np
 
 from omnibal.cost import CostModel
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import InfeasibleError
 from omnibal.pipeline.partition import Partition
 from omnibal.planner import PlanRequest, make_plan
@@ -25,6 +24,7 @@ from tools.partition.paper_models import (
     cluster_of,
     counted_profile,
 )
+from tools.synthetic import tiled_lengths
 
 GIB = 2**30
 LENGTHS = tiled_lengths(40_000, seed=1)

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.dispatch.step_plan import Costs, StepPlan, plan_step
 from omnibal.integrations.encoders import encoders_of
 from omnibal.integrations.packing import PackCollator, positions_of
@@ -27,6 +26,7 @@ from omnibal.integrations.rearranging_loader import RearrangingLoader
 from omnibal.processes import free_port
 from tools.bench import machine
 from tools.dropin.run import RANKS, SHORTER, Samples, add_up, lengths_of, model_of
+from tools.synthetic import tiled_lengths
 
 BATCH = 8
 """Samples that a rank draws."""

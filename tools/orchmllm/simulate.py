@@ -10,7 +10,6 @@ import numpy as np
 from omnibal.advise.wait import phase_costs
 from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.synthetic import patch_lengths, tiled_lengths
 from omnibal.device import DEVICES
 from omnibal.dispatch.divide import divide
 from omnibal.dispatch.nodes import keep_in_nodes
@@ -21,6 +20,7 @@ from omnibal.profile.counted import analytic_profile
 from tools.dropin.simulate import INTERNVL_8B, QWEN_7B
 from tools.dropin.ways import Task, default, group_by_length, ours
 from tools.sampling.data import real_lengths
+from tools.synthetic import patch_lengths, tiled_lengths
 
 BATCH = 16
 """Samples that a rank draws."""

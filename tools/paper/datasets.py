@@ -3,8 +3,8 @@
 import numpy as np
 
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.synthetic import INTERNVL_MIX, TOKENS_PER_TILE, SyntheticSource, tiled_lengths
 from omnibal.families.internvl import num_tiles
+from tools.synthetic import INTERNVL_MIX, TOKENS_PER_TILE, SyntheticSource, tiled_lengths
 
 SAMPLES = 100_000
 LCS = (SyntheticSource("lcs", 558_128, (0.0, 1.0, 0.0, 0.0, 0.0), 60, 0.4, 34),)

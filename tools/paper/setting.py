@@ -12,7 +12,6 @@ from omnibal.data.isf import iterative_sampling_and_filtering
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.device import Device
 from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.pipeline.partition import Partition, parameter_cut
@@ -34,6 +33,7 @@ from tools.partition.paper_models import (
     counted_profile,
 )
 from tools.sampling.rules import RULES, Task
+from tools.synthetic import tiled_lengths
 
 DRAWN = 100_000
 """Samples of a dataset that packs are made of."""

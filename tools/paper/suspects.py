@@ -7,18 +7,18 @@ from scipy.optimize import brentq
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.synthetic import TOKENS_PER_TILE, tiled_lengths
 from tools.bench import table
 from tools.paper.datasets import LCS, SAMPLES, captions, cut_into, llava, with_tiles
 from tools.paper.ladder import gpu_days, ladder, rung
 from tools.paper.setting import Setting
 from tools.paper.tables import TABLE_8, TABLE_10, TABLE_11, TABLE_12, frozen_setting
+from tools.synthetic import TOKENS_PER_TILE, tiled_lengths
 
 NAMES = ("", "tiles of a sample", "samples of a pack", "baseline", "+ memory", "+ model", "paper")
 FROZEN_NAMES = ("", "baseline", "the same, nothing recomputed", "+ memory", "+ model", "paper")
 Row = tuple[str, ...]
 FITTED_TEXT = 0.7
-"""The mix's texts over what their papers say; see ``omnibal/data/synthetic.py``."""
+"""The mix's texts over what their papers say; see ``tools/synthetic.py``."""
 
 
 def main() -> None:

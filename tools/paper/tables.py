@@ -11,7 +11,6 @@ import typer
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio
-from omnibal.data.synthetic import patch_lengths
 from omnibal.device import DEVICES
 from omnibal.pipeline.partition import parameter_cut
 from omnibal.pipeline.problem import PartitionProblem
@@ -23,6 +22,7 @@ from tools.paper.datasets import captions, cut_into, llava
 from tools.paper.ladder import gpu_days, ladder, paper_cut, rung
 from tools.paper.setting import Setting
 from tools.partition.paper_models import TABLE_9, Published, factor_of
+from tools.synthetic import patch_lengths
 
 A100, H100 = (replace(DEVICES[name], memory_bytes=80 * 2**30) for name in ("A100-80GB", "H100-80GB"))
 TABLE_3 = {

@@ -13,13 +13,13 @@ from omnibal.advise.models import Model
 from omnibal.cluster import Cluster
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.device import DEVICES
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
 from tools.bench import table
 from tools.paper.datasets import SHAPES, llava
 from tools.partition.paper_models import FRACTION, LIMITS, Published, cluster_of, counted_profile
+from tools.synthetic import tiled_lengths
 
 GPUS, BATCH, DAY = 32, 4, 86_400
 TABLE_2 = {"6+20B": ("InternLM2-20B", 38.9, 25.3), "6+34B": ("Yi-34B", 54.3, 35.5)}

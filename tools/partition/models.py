@@ -7,7 +7,7 @@ import torch
 from transformers import InternVLConfig, InternVLVisionConfig, Qwen2Config
 
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.synthetic import tiled_lengths
+from tools.synthetic import tiled_lengths
 
 TILE, PATCH, TOKENS_PER_TILE, IMAGE_TOKEN, VOCABULARY = 112, 14, 16, 3, 512
 TEXT_DIVISOR = 4

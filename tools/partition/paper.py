@@ -10,7 +10,6 @@ import numpy as np
 from omnibal.cluster import Links
 from omnibal.cost import Load
 from omnibal.data.epoch import arrange_epoch
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.search import search_partition
 from omnibal.pipeline.simulate import simulate_step
@@ -29,6 +28,7 @@ from tools.partition.paper_models import (
     blocks_of,
     counted_profile,
 )
+from tools.synthetic import tiled_lengths
 
 STEPS = 4
 FACTORS = np.round(np.arange(0.7, 2.51, 0.05), 2)

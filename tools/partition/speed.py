@@ -10,12 +10,12 @@ from omnibal.cluster import Links
 from omnibal.cost import Load
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.limits import PackLimits
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.pipeline.search import search_partition
 from omnibal.pipeline.simulate import Mode, simulate
 from tools.bench import table
 from tools.partition.paper_models import TABLE_9, counted_profile
+from tools.synthetic import tiled_lengths
 
 MICRO_BATCHES, STAGES = 64, 16
 MODES: tuple[Mode, ...] = ("rendezvous", "overlap")

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 from omnibal import BalancedBatchSampler, PackLimits, SampleLengths
 from omnibal.cli.main import app
-from omnibal.data.synthetic import patch_lengths, tiled_lengths
+from tools.synthetic import patch_lengths, tiled_lengths
 
 REPOSITORY = Path(__file__).parents[2]
 SAMPLES = 4_000

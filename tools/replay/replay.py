@@ -14,10 +14,10 @@ import torch
 
 from omnibal.advise.wait import PHASES, wait
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.synthetic import tiled_lengths
 from tools.dropin.ways import Task, Way, default, group_by_length, ours, random_packs, rebalance
 from tools.replay.bench import SHAPES, Bench, config_of, pack_of, shorter
 from tools.sampling.data import real_lengths
+from tools.synthetic import tiled_lengths
 
 STEPS = 20
 CLUSTERS = {"8 ranks": (8, 4), "64 ranks": (64, 1)}

@@ -15,12 +15,12 @@ from omnibal import SampleLengths, balanced_rows
 from omnibal.advise.models import Model
 from omnibal.advise.wait import Sharding, phase_seconds, wait
 from omnibal.cost import Load
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.device import Device
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
 from tools.bench import machine, table
 from tools.rollouts.measured import OURS, TOKEN_BUDGET, measured_row
+from tools.synthetic import tiled_lengths
 
 RESULTS = Path(__file__).with_name("results.json")
 MODEL, DEVICE, BUDGET = "InternVL3-8B", "A100-80GB", TOKEN_BUDGET

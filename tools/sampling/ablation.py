@@ -27,11 +27,11 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import source_mix, step_randomness, volume_bound
 from omnibal.data.packing_spec import DEFAULT_COST, PackingSpec, Ranks
 from omnibal.data.packs import Packs
-from omnibal.data.synthetic import INTERNVL_MIX, patch_lengths, tiled_lengths
 from omnibal.errors import InfeasibleError
 from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.pipeline.simulate import run
 from tools.sampling.data import mixed_lengths, real_lengths
+from tools.synthetic import INTERNVL_MIX, patch_lengths, tiled_lengths
 
 
 class NeverFirst(BalancedPacks):

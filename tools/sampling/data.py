@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.synthetic import INTERNVL_MIX, tiled_lengths
+from tools.synthetic import INTERNVL_MIX, tiled_lengths
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "internvl_lengths"
 """Where real lengths lie, if any do: beside the repository."""

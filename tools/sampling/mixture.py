@@ -19,12 +19,12 @@ from omnibal.data.metrics import dist_ratio, min_packs
 from omnibal.data.mixture import Knot, Mixture, Unit
 from omnibal.data.packing_spec import DEFAULT_COST
 from omnibal.data.packs import Packs
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import InfeasibleError
 from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.report.training import plot_shares
 from tools.bench import print_table
 from tools.sampling.data import mixed_lengths, real_lengths
+from tools.synthetic import tiled_lengths
 
 Rows = Iterator[Sequence[str]]
 Case = tuple[str, SampleLengths, PackLimits, Mixture]

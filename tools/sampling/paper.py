@@ -6,10 +6,10 @@ import numpy as np
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.synthetic import TOKENS_PER_TILE
 from omnibal.report.packing import PackingFigures
 from tools.sampling.measure import figures_of, plan_by_rule, plan_ours
 from tools.sampling.rules import Task
+from tools.synthetic import TOKENS_PER_TILE
 
 RANKS = 4
 """The paper's data-parallel ranks (TP 2, PP 4, DP 4 on 32 devices); the published test script has 8."""

@@ -17,13 +17,13 @@ from omnibal.data.limit_search import search_limits
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import min_packs
 from omnibal.data.packing_spec import DEFAULT_COST
-from omnibal.data.synthetic import patch_lengths
 from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.report.packing import measure_packing
 from tools.bench import machine, print_table
 from tools.sampling.bounds import fewest_packs, least_cost_ratio
 from tools.sampling.data import mixed_lengths, real_lengths
 from tools.sampling.rules import Task, best_fit_packs
+from tools.synthetic import patch_lengths
 
 Rows = Iterator[Sequence[str]]
 

@@ -15,11 +15,11 @@ import numpy as np
 import typer
 
 from omnibal import BalancedBatchSampler, PackLimits, SampleLengths
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.demo import write_model_folder
 from omnibal.demo.questions import vocabulary
 from omnibal.formats.conversations import ConversationDataset, open_dataset
 from omnibal.formats.measured import Measured
+from tools.synthetic import tiled_lengths
 
 LINE = b'{"id": "a made-up sample, never parsed"}\n'
 BLOCK = 1_000_000

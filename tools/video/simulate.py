@@ -4,7 +4,7 @@
 
 Videos are as long as those of LLaVA-Video-178K (Zhang et al., arXiv 2410.02713, and its dataset card): up to three
 minutes, 40 seconds on average; here log-normal, at 640 x 360 and 30 frames a second. Images and texts are
-``omnibal.data.synthetic.patch_lengths``. Costs are counted for one device, links are free, ranks meet as under ZeRO 3.
+``tools.synthetic.patch_lengths``. Costs are counted for one device, links are free, ranks meet as under ZeRO 3.
 """
 
 from functools import partial
@@ -18,7 +18,6 @@ from omnibal.advise.wait import phase_costs, wait
 from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.metrics import dist_ratio
-from omnibal.data.synthetic import patch_lengths
 from omnibal.device import Device
 from omnibal.dispatch.divide import divide
 from omnibal.families.base import VideoHeader
@@ -26,6 +25,7 @@ from omnibal.integrations.loading import PackSampler
 from omnibal.integrations.trainer_steps import fit_step
 from omnibal.profile.counted import analytic_profile
 from tools.bench import machine, print_table
+from tools.synthetic import patch_lengths
 
 MODEL: Final = "Qwen2.5-VL-7B"
 SAMPLING: Final = {

@@ -5,13 +5,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import InfeasibleError
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.planner import PlanRequest, make_plan
 from omnibal.profile.records import ModelProfile
 from tools.memory.paper_tables import profile_of
 from tools.partition.paper_models import BASELINE, LIMITS, cluster_of
+from tools.synthetic import tiled_lengths
 
 GIB = 2**30
 LENGTHS = tiled_lengths(40_000, seed=1)

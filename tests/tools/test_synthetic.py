@@ -5,9 +5,9 @@ from omnibal.data.isf import iterative_sampling_and_filtering
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio
-from omnibal.data.synthetic import INTERNVL_MIX, patch_lengths, tiled_lengths
 from omnibal.errors import ConfigError
 from tests.data.real_lengths import FILES, needs_real_lengths, real_lengths
+from tools.synthetic import INTERNVL_MIX, patch_lengths, tiled_lengths
 
 
 def text_tokens(lengths):
