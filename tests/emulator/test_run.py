@@ -101,6 +101,7 @@ def on_all(task, trained=True):
     return replace(task, plan=plan, profile=profile([*vision, *layers_behind(1)]), steps=(loads, loads[::-1]))
 
 
+@pytest.mark.slow
 def test_units_run_too(task):
     """Every replica of a stage is a row of its own."""
     task = apart(task)
@@ -115,7 +116,8 @@ def test_units_run_too(task):
     assert list(emulation.peak_bytes) == [stage.total for stage in memory]
 
 
-@pytest.mark.parametrize("trained", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", [True, False])
 def test_a_spread_encoder_runs_too(task, trained):
     """Every device encodes its share before the pipeline, and trains on it behind."""
     task = on_all(task, trained)

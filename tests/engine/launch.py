@@ -45,6 +45,8 @@ WITHOUT_GRADIENT = "an autograd kernel was not registered"
 """What torch says once in a process that runs backward through a collective's tensor."""
 RANKS_ON = os.environ.get("OMNIBAL_RANKS_ON", "cpu")
 """The accelerator of launches that name none: with ``cuda``, tests marked ``cluster`` run over NCCL."""
+PARENTS = 2
+"""Of a group's ranks: each imports torch, transformers and DeepSpeed for ten seconds."""
 KEPT_GROUPS = {"cpu": 3, "cuda": 2}
 """Each process holds some hundred megabytes, on a device too."""
 MOST_THREADS = {"cpu": 60, "cuda": 1000}
@@ -109,7 +111,7 @@ class _Group:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
         }
-        parents = [_parent(rank, accelerator) for rank in range(num_processes)]  # which import side by side
+        parents = [_parent(rank % PARENTS, accelerator) for rank in range(num_processes)]  # which import side by side
         self._pipes, self.processes = [], []
         for rank, parent in enumerate(parents):
             pipe = self._folder / f"jobs{rank}"
@@ -193,10 +195,11 @@ def _environment(accelerator):
 
 
 @functools.cache
-def _parent(rank, accelerator):
-    """A process that has imported ``PRELOADED`` and forks a rank of each group.
+def _parent(number, accelerator):
+    """A process that has imported ``PRELOADED`` and forks every ``PARENTS``-th rank of each group.
 
-    Each rank has a parent of its own: on real ranks strings hash differently, and sets have different orders.
+    Ranks beside each other have parents of their own: on real ranks strings hash differently, and sets have different
+    orders.
     """
     command, options = [sys.executable, "-m", "tests.engine.launch"], {"cwd": ROOT, "env": _environment(accelerator)}
     parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options)
