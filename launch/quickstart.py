@@ -5,6 +5,7 @@ Each part shows the commands that it runs and what came of them; what they print
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -110,7 +111,7 @@ def found(*lines: str) -> None:
 
 def omnibal(*words: object) -> str:
     """Run a command of omnibal's, and show it: it is what a user types."""
-    OUT.print(f"   $ omnibal {' '.join(map(str, words))}"[: OUT.width], style="dim", soft_wrap=True)
+    OUT.print(f"   $ omnibal {shlex.join(map(str, words))}", style="dim", soft_wrap=True)
     return call(["omnibal", *words])
 
 

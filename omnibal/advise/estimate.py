@@ -169,7 +169,7 @@ class Estimate:
 
     @property
     def samples_per_second(self) -> float:
-        """Of all ranks."""
+        """Samples a second of all ranks together."""
         return self.scenario.cluster.num_devices / float(self.sample_seconds.mean())
 
     @property

@@ -87,7 +87,7 @@ class Packs:
         return Packs(samples, starts)
 
     def without(self, samples: npt.ArrayLike) -> "Packs":
-        """The same packs without some samples.
+        """A copy of these packs without some samples.
 
         >>> [pack.tolist() for pack in Packs([4, 0, 2], [0, 2, 2, 3]).without([2, 4])]
         [[0], [], []]
