@@ -12,7 +12,7 @@ from typing import Any
 
 from omnibal import PackLimits
 from omnibal.integrations.loops import item_loads, replace_loader
-from omnibal.integrations.losses import loss_per_target
+from omnibal.packs.losses import loss_per_target
 
 
 def loads(item: Mapping[str, Any]) -> tuple[int, int, int]:

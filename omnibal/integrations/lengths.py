@@ -13,7 +13,7 @@ from tqdm import tqdm
 from omnibal.data.kinds import Loads, in_full
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import DataError, said
-from omnibal.integrations.loading import Dataset, PlannedLoads
+from omnibal.packs.loading import Dataset, PlannedLoads
 from omnibal.ranks import gather, place, run_on_all_ranks
 
 CHECKED_SAMPLES: Final = 16  # that each rank reads again before training, to check the stored lengths

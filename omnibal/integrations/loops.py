@@ -30,13 +30,7 @@ from omnibal.integrations.lengths import (
     samples_to_check,
     with_sources,
 )
-from omnibal.integrations.loading import Dataset, PackedView, PackSampler
-from omnibal.integrations.losses import loss_per_target
-from omnibal.integrations.packing import FAMILIES, Collator, PackCollator, SampleCollator, arguments_of, positions_of
-from omnibal.integrations.padded import PaddedSampler
-from omnibal.integrations.proving import check_packed
-from omnibal.integrations.row_lengths import refuse_long_rows
-from omnibal.integrations.trainer_settings import (
+from omnibal.integrations.trainer.settings import (
     batch_size_of,
     data_seed,
     layout_of,
@@ -44,7 +38,13 @@ from omnibal.integrations.trainer_settings import (
     refuse_values,
     set_micro_batches,
 )
-from omnibal.integrations.trainer_steps import AskedSteps, counted_profile, describe, fit_step
+from omnibal.integrations.trainer.steps import AskedSteps, counted_profile, describe, fit_step
+from omnibal.packs.collator import FAMILIES, Collator, PackCollator, SampleCollator, arguments_of, positions_of
+from omnibal.packs.loading import Dataset, PackedView, PackSampler
+from omnibal.packs.losses import loss_per_target
+from omnibal.packs.padded import PaddedSampler
+from omnibal.packs.proving import check_packed
+from omnibal.packs.row_lengths import refuse_long_rows
 from omnibal.ranks import gather, place
 
 if TYPE_CHECKING:  # hosts on torch 2.1 have it elsewhere
@@ -169,7 +169,7 @@ def balanced_loader(
         collate: Of a list of items. With ``model`` it is called with single items, which are laid one after another.
         limits: The most a pack may hold.
         model: The model that will train on packs: a pack of some samples is run to see that none sees another, of two
-            samples for the families of ``omnibal.integrations.packing.FAMILIES``, which are tested, and of three for
+            samples for the families of ``omnibal.packs.collator.FAMILIES``, which are tested, and of three for
             others. None where ``collate`` flattens the items of a batch
             or pads them itself, as the host's model wants them.
         measure: Vision units, LLM tokens and target tokens of an item, and its videos' vision units where the data have

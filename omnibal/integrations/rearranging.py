@@ -18,11 +18,11 @@ from omnibal.dispatch.exchange import exchange
 from omnibal.dispatch.step_plan import StepPlan
 from omnibal.errors import ConfigError
 from omnibal.formats.collate import IGNORED
-from omnibal.integrations.apart import TYPES, mask_images, rotate_by_sample
-from omnibal.integrations.encoders import EncoderAdapter, encoders_of, place_of
-from omnibal.integrations.losses import loss_per_target
-from omnibal.integrations.packing import STATEFUL
-from omnibal.integrations.proving import check_packed, two_texts
+from omnibal.packs.apart import TYPES, mask_images, rotate_by_sample
+from omnibal.packs.collator import STATEFUL
+from omnibal.packs.encoders import EncoderAdapter, encoders_of, place_of
+from omnibal.packs.losses import loss_per_target
+from omnibal.packs.proving import check_packed, two_texts
 from omnibal.ranks import Meeting, failures_reach_all_ranks
 
 Sample = Mapping[str, Tensor]

@@ -20,9 +20,10 @@ from omnibal.dispatch.step_plan import Costs, Link, PhaseCosts, StepPlan, column
 from omnibal.errors import ConfigError, DataError, reporting, said
 from omnibal.feeds.feed import ahead
 from omnibal.formats.collate import IGNORED
-from omnibal.integrations.apart import TYPES
-from omnibal.integrations.encoders import EncoderAdapter, encoders_of, known_phases, phases_of, place_of
-from omnibal.integrations.packing import (
+from omnibal.integrations.rearranging import Drawn, StepCheck, features_of
+from omnibal.integrations.trainer.steps import counted_profile
+from omnibal.packs.apart import TYPES
+from omnibal.packs.collator import (
     PER_TOKEN,
     PER_VIDEO,
     PackCollator,
@@ -31,9 +32,8 @@ from omnibal.integrations.packing import (
     largest_rows,
     rows_of_images,
 )
-from omnibal.integrations.padded import RowCollator
-from omnibal.integrations.rearranging import Drawn, StepCheck, features_of
-from omnibal.integrations.trainer_steps import counted_profile
+from omnibal.packs.encoders import EncoderAdapter, encoders_of, known_phases, phases_of, place_of
+from omnibal.packs.padded import RowCollator
 from omnibal.profile.records import Level
 from omnibal.ranks import Meeting, gather, new_gloo_group
 

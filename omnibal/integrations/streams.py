@@ -15,11 +15,11 @@ from omnibal.errors import DataError, end_in_one_line, integer, kind
 from omnibal.feeds.buffer import BufferedSample
 from omnibal.feeds.feed import Step
 from omnibal.feeds.stream import StreamFeed
-from omnibal.integrations.encoders import blank_samples
 from omnibal.integrations.loops import TOKEN_WEIGHT, ItemCollator, item_loads
-from omnibal.integrations.packing import Collator, PackCollator, arguments_of, positions_of
-from omnibal.integrations.proving import check_packed, two_texts
-from omnibal.integrations.row_lengths import refuse_long_rows
+from omnibal.packs.collator import Collator, PackCollator, arguments_of, positions_of
+from omnibal.packs.encoders import blank_samples
+from omnibal.packs.proving import check_packed, two_texts
+from omnibal.packs.row_lengths import refuse_long_rows
 from omnibal.ranks import gather, new_gloo_group, place
 
 StreamCollator = PackCollator | ItemCollator

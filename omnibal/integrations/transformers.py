@@ -19,7 +19,6 @@ from omnibal.data.packing_spec import Oversized
 from omnibal.data.source_draws import typical_lengths
 from omnibal.errors import ConfigError, DataError, end_in_one_line, integer, reporting
 from omnibal.feeds.sampler import check_agreement
-from omnibal.integrations.encoders import encode_in_every_evaluation
 from omnibal.integrations.lengths import (
     LENGTHS,
     kept_lengths,
@@ -28,16 +27,10 @@ from omnibal.integrations.lengths import (
     samples_to_check,
     with_sources,
 )
-from omnibal.integrations.loading import PackedView, PackSampler
 from omnibal.integrations.loops import PackLoader
-from omnibal.integrations.losses import Reduction, StepLoss
-from omnibal.integrations.packing import FAMILIES, PackCollator, arguments_of, positions_of
-from omnibal.integrations.padded import PaddedCollator, PaddedSampler
-from omnibal.integrations.row_lengths import longest_row, refuse_long_rows
-from omnibal.integrations.target_rows import base_of, language_of
-from omnibal.integrations.trainer_calibration import CalibratesCosts, measured_before
-from omnibal.integrations.trainer_evaluation import ExactEvaluation
-from omnibal.integrations.trainer_hooks import (
+from omnibal.integrations.trainer.calibration import CalibratesCosts, measured_before
+from omnibal.integrations.trainer.evaluation import ExactEvaluation
+from omnibal.integrations.trainer.hooks import (
     EndsWhenAsked,
     PacksCallback,
     add_recipe,
@@ -47,8 +40,8 @@ from omnibal.integrations.trainer_hooks import (
     wants_all_gradients,
     worker_options,
 )
-from omnibal.integrations.trainer_rearranging import rearrange_samples
-from omnibal.integrations.trainer_settings import (
+from omnibal.integrations.trainer.rearranging import rearrange_samples
+from omnibal.integrations.trainer.settings import (
     batch_size_of,
     data_seed,
     layout_of,
@@ -57,8 +50,15 @@ from omnibal.integrations.trainer_settings import (
     replicas_of,
     set_micro_batches,
 )
-from omnibal.integrations.trainer_steps import AskedSteps, Costs, compare, counted_profile, describe, fit_step
-from omnibal.integrations.trainer_streams import pack_stream
+from omnibal.integrations.trainer.steps import AskedSteps, Costs, compare, counted_profile, describe, fit_step
+from omnibal.integrations.trainer.streams import pack_stream
+from omnibal.packs.collator import FAMILIES, PackCollator, arguments_of, positions_of
+from omnibal.packs.encoders import encode_in_every_evaluation
+from omnibal.packs.loading import PackedView, PackSampler
+from omnibal.packs.losses import Reduction, StepLoss
+from omnibal.packs.padded import PaddedCollator, PaddedSampler
+from omnibal.packs.row_lengths import longest_row, refuse_long_rows
+from omnibal.packs.target_rows import base_of, language_of
 from omnibal.profile.records import ModelProfile
 from omnibal.ranks import gather, watch
 
@@ -104,7 +104,7 @@ def balance(
             lengths; if not, it is trained with a warning, unless other ranks would wait for its image.
         padded: Whether batches stay padded, made by the trainer's collator alone: for models whose attention cannot be
             packed, and for fields that packs cannot have. Packs of model types in
-            ``omnibal.integrations.packing.FAMILIES`` are tested; others must prove exact before the first step.
+            ``omnibal.packs.collator.FAMILIES`` are tested; others must prove exact before the first step.
         loss_reduction: How target tokens weigh in the loss of a step: ``"token"`` all alike; each of the n of a sample
             1 / n (``"sample"``) or 1 / √n (``"square"``), as in InternVL's published scripts, over the sum of weights.
         memory_gib: What a device may hold in all, for limits that are searched: where it does not suffice by counted

@@ -13,8 +13,8 @@ from omnibal.cluster import Cluster
 from omnibal.cost import Load
 from omnibal.device import DEVICES
 from omnibal.families.parts import text_records
-from omnibal.integrations.target_rows import target_rows
 from omnibal.memory.footprint import loss_bytes
+from omnibal.packs.target_rows import target_rows
 from omnibal.profile.counted import analytic_profile
 from omnibal.vlm.passes import StorageMeter
 

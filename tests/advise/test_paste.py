@@ -11,7 +11,7 @@ from omnibal.cluster import Cluster, Layout
 from omnibal.config import layout_of, read_config
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.integrations.trainer_settings import SETTINGS
+from omnibal.integrations.trainer.settings import SETTINGS
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from omnibal.profile.counted import analytic_profile

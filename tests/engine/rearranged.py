@@ -4,10 +4,10 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForImageTextToText
 
-from omnibal.integrations.encoders import encoders_of
-from omnibal.integrations.packing import PackCollator, positions_of
 from omnibal.integrations.rearranging import RearrangedModel
 from omnibal.integrations.rearranging_loader import RearrangingLoader
+from omnibal.packs.collator import PackCollator, positions_of
+from omnibal.packs.encoders import encoders_of
 from omnibal.vlm import load_model
 from tests.engine.cases import one_step
 from tests.integrations.items import Collate

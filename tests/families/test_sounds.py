@@ -7,7 +7,7 @@ from omnibal.cost import CostModel
 from omnibal.device import Device
 from omnibal.families import layer_records
 from omnibal.families.base import vision_unit_of
-from omnibal.integrations.trainer_steps import counted_profile
+from omnibal.integrations.trainer.steps import counted_profile
 from omnibal.profile.counted import analytic_profile
 from tests.integrations.sounds import SOUND_MODELS, sound_config
 from tests.vlm.families import plain_family_model

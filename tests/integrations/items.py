@@ -4,8 +4,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
-from omnibal.integrations.losses import loss_per_target
-from omnibal.integrations.packing import PER_IMAGE
+from omnibal.packs.collator import PER_IMAGE
+from omnibal.packs.losses import loss_per_target
 from tests.families.models import DROPPED_IN, PATCH, PINPOINTS, small_config
 from tests.families.models import TILE as FIRST_TILE
 from tests.integrations.sounds import SOUND_MODELS, sound_config, sound_items, sound_items_of_kinds

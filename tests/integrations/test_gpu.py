@@ -9,17 +9,17 @@ pytest.importorskip("accelerate")
 
 from transformers.utils.import_utils import is_causal_conv1d_available, is_flash_linear_attention_available
 
-from omnibal.integrations.checking import as_pack, check_packing, made_samples
-from omnibal.integrations.losses import loss_per_target
-from omnibal.integrations.packing import FAMILIES, PackCollator, arguments_of, positions_of
-from omnibal.integrations.proving import check_packed, two_texts
 from omnibal.integrations.transformers import balance
+from omnibal.packs.checking import as_pack, check_packing, made_samples
+from omnibal.packs.collator import FAMILIES, PackCollator, arguments_of, positions_of
+from omnibal.packs.losses import loss_per_target
+from omnibal.packs.proving import check_packed, two_texts
 from omnibal.vlm import attention
 from tests.engine.launch import launch
 from tests.integrations.items import Collate, collated_backward, config_of, items_of
-from tests.integrations.test_leaks import model_of
-from tests.integrations.test_packing import drawn_of
 from tests.integrations.trainers import LIMITS, Case, accelerate_afresh, trainer_of, weights_of
+from tests.packs.test_collator import drawn_of
+from tests.packs.test_leaks import model_of
 from tests.vlm.families import plain_family_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -21,8 +21,8 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.lengths import samples_to_check
-from omnibal.integrations.loading import PackSampler
 from omnibal.integrations.loops import balanced_loader, item_loads
+from omnibal.packs.loading import PackSampler
 from omnibal.vlm.attention import packed_attention
 from tests.engine.launch import launch
 from tests.integrations.items import Collate, config_of, items_of

@@ -10,8 +10,8 @@ import torch
 
 import omnibal
 from omnibal.errors import ConfigError
-from omnibal.integrations.packing import PER_IMAGE
 from omnibal.integrations.plugins.llama_factory import use_packs
+from omnibal.packs.collator import PER_IMAGE
 from tests.integrations.items import Collate, config_of, items_of, items_of_kinds
 from tests.vlm.families import plain_backward, plain_family_model
 

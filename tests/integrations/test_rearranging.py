@@ -23,11 +23,11 @@ from omnibal.dispatch.exchange import _exchange, exchange
 from omnibal.dispatch.rearrangement import Rearrangement
 from omnibal.dispatch.step_plan import Costs, Link, PhaseCosts
 from omnibal.errors import ConfigError, DataError, InfeasibleError
-from omnibal.integrations.encoders import encoders_of
-from omnibal.integrations.packing import FAMILIES, PackCollator, positions_of
-from omnibal.integrations.padded import RowCollator
 from omnibal.integrations.rearranging import Passes, RearrangedModel
 from omnibal.integrations.rearranging_loader import RearrangingLoader, carried_bytes, counted_costs, measured_link
+from omnibal.packs.collator import FAMILIES, PackCollator, positions_of
+from omnibal.packs.encoders import encoders_of
+from omnibal.packs.padded import RowCollator
 from omnibal.ranks import failures
 from tests.engine.launch import RANKS_ON, ROOT, launch
 from tests.families.models import small_config
@@ -164,7 +164,7 @@ def moves_there_and_back():
 
 def the_documented_loop_trains():
     """Word by word."""
-    (loop,) = re.findall(r"```python\n(from omnibal.integrations.encoders.*?)```", PAGE.read_text(), re.DOTALL)
+    (loop,) = re.findall(r"```python\n(from omnibal.packs.encoders.*?)```", PAGE.read_text(), re.DOTALL)
     model = plain_family_model(small_config("internvl"))
     begun = model.lm_head.weight.detach().clone()
     names = {"model": model, "batches": batches_of("internvl", dist.get_rank()), "collate": Collate("internvl")}

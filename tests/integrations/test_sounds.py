@@ -18,10 +18,10 @@ from omnibal.demo import write_model_folder
 from omnibal.demo.questions import vocabulary
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.lengths import measured
-from omnibal.integrations.loading import PackItems, PackSampler
-from omnibal.integrations.losses import loss_per_target
-from omnibal.integrations.packing import PackCollator, arguments_of, positions_of
-from omnibal.integrations.padded import PaddedCollator, PaddedSampler
+from omnibal.packs.collator import PackCollator, arguments_of, positions_of
+from omnibal.packs.loading import PackItems, PackSampler
+from omnibal.packs.losses import loss_per_target
+from omnibal.packs.padded import PaddedCollator, PaddedSampler
 from tests.integrations.items import Collate, collated_backward, config_of, items_of
 from tests.integrations.sounds import SOUND_MODELS, save_sound_folder, sound_item, sound_items_of_kinds
 from tests.vlm.families import plain_family_model

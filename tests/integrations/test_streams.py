@@ -20,7 +20,7 @@ from omnibal.errors import ConfigError, DataError
 from omnibal.feeds.buffer import BufferedSample, SampleBuffer
 from omnibal.integrations.loops import balanced_loader, pack_loss
 from omnibal.integrations.streams import balanced_stream
-from omnibal.integrations.trainer_streams import Stream
+from omnibal.integrations.trainer.streams import Stream
 from omnibal.vlm.weights import check_data, load_data
 from tests.engine.launch import launch
 from tests.families.models import small_config

@@ -18,13 +18,14 @@ from omnibal.cost import CostModel, Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.device import Device
-from omnibal.integrations import trainer_calibration, trainer_hooks
-from omnibal.integrations.loading import PackSampler
-from omnibal.integrations.target_rows import language_of
-from omnibal.integrations.trainer_calibration import FILE, better_cost
-from omnibal.integrations.trainer_hooks import PacksCallback, TrainedStep
-from omnibal.integrations.trainer_steps import counted_profile
+from omnibal.integrations.trainer import calibration as trainer_calibration
+from omnibal.integrations.trainer import hooks as trainer_hooks
+from omnibal.integrations.trainer.calibration import FILE, better_cost
+from omnibal.integrations.trainer.hooks import PacksCallback, TrainedStep
+from omnibal.integrations.trainer.steps import counted_profile
 from omnibal.integrations.transformers import balance
+from omnibal.packs.loading import PackSampler
+from omnibal.packs.target_rows import language_of
 from omnibal.profile.calibration import STEPS, Calibration, TimedPass, calibrate, parts_of, sizes_of
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import every_layer

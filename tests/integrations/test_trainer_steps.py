@@ -12,9 +12,7 @@ from omnibal.cost import CostModel, Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, largest_load
 from omnibal.errors import InfeasibleError
-from omnibal.integrations.loading import PackSampler
-from omnibal.integrations.padded import PaddedSampler
-from omnibal.integrations.trainer_steps import (
+from omnibal.integrations.trainer.steps import (
     KEPT,
     AskedSteps,
     Waiting,
@@ -26,6 +24,8 @@ from omnibal.integrations.trainer_steps import (
     samples_per_pack,
     step_seconds,
 )
+from omnibal.packs.loading import PackSampler
+from omnibal.packs.padded import PaddedSampler
 from tests.integrations.items import config_of
 from tests.vlm.families import plain_family_model
 from tools.synthetic import tiled_lengths

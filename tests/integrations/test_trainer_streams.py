@@ -10,9 +10,9 @@ import torch.distributed as dist
 pytest.importorskip("accelerate")
 
 from omnibal.errors import ConfigError, DataError
-from omnibal.integrations import trainer_streams
-from omnibal.integrations.packing import PER_IMAGE, PackCollator
+from omnibal.integrations.trainer import streams as trainer_streams
 from omnibal.integrations.transformers import balance, balance_stream, rearrange
+from omnibal.packs.collator import PER_IMAGE, PackCollator
 from tests.engine.launch import launch
 from tests.integrations.items import items_of, items_of_kinds
 from tests.integrations.sounds import SOUND_MODELS

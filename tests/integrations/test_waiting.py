@@ -11,8 +11,8 @@ from torch.distributed import distributed_c10d
 
 pytest.importorskip("accelerate")
 
-from omnibal.integrations.loading import PackSampler
 from omnibal.integrations.transformers import balance
+from omnibal.packs.loading import PackSampler
 from tests.engine.launch import launch
 from tests.integrations.trainers import LIMITS, Case, accelerate_afresh, trainer_of
 

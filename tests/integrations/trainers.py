@@ -22,7 +22,7 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from omnibal.data.limits import PackLimits
-from omnibal.integrations.trainer_settings import replicas_of
+from omnibal.integrations.trainer.settings import replicas_of
 from tests.engine import launch
 from tests.integrations.items import Collate, config_of, items_of, items_of_kinds
 from tests.vlm.families import plain_family_model, shaken

@@ -8,7 +8,7 @@ from transformers import AutoModelForImageTextToText
 
 from omnibal.advise.models import read_model
 from omnibal.errors import ConfigError
-from omnibal.integrations.trainer_steps import counted_profile
+from omnibal.integrations.trainer.steps import counted_profile
 from omnibal.vlm import load_model, load_records
 from omnibal.vlm.passes import StorageMeter
 from omnibal.vlm.weights import Stored, load_layer, other_names, save_model, spare_weights

@@ -18,7 +18,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.device import Device
 from omnibal.feeds.sampler import BalancedBatchSampler
-from omnibal.integrations.trainer_steps import step_seconds
+from omnibal.integrations.trainer.steps import step_seconds
 from omnibal.pipeline.search import search_partition
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.profile.calibration import STEPS, WARM_UP, TimedPass, calibrate, sizes_of

@@ -33,9 +33,9 @@ from transformers import (
 
 from omnibal.cost import CostModel
 from omnibal.data.lengths import SampleLengths
-from omnibal.integrations.loading import PackItems
-from omnibal.integrations.losses import loss_per_target
-from omnibal.integrations.packing import PackCollator, positions_of
+from omnibal.packs.collator import PackCollator, positions_of
+from omnibal.packs.loading import PackItems
+from omnibal.packs.losses import loss_per_target
 from omnibal.processes import free_port
 from omnibal.vlm.attention import PACKED_ATTENTION
 from tools.dropin.ways import Task, Way, default, group_by_length, knapsack, limits_of, ours, rebalance

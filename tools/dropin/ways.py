@@ -11,8 +11,8 @@ from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
-from omnibal.integrations.loading import PackSampler
-from omnibal.integrations.padded import PLANNED_SHARE, PaddedSampler
+from omnibal.packs.loading import PackSampler
+from omnibal.packs.padded import PLANNED_SHARE, PaddedSampler
 
 WINDOW = 64
 """Micro-batches' worth of samples that the knapsack looks at, at a time."""

@@ -22,9 +22,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
-from omnibal.integrations.target_rows import base_of, language_of, target_rows
-from omnibal.integrations.trainer_steps import fit_step, module_of
+from omnibal.integrations.trainer.steps import fit_step, module_of
 from omnibal.integrations.transformers import balance
+from omnibal.packs.target_rows import base_of, language_of, target_rows
 from tools.dropin.ways import Task, by_tokens, default, group_by_length
 from tools.gpu.jobs import FULL, Jobs
 from tools.gpu.layers import counted_device

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from omnibal.advise.wait import PHASES
-from omnibal.integrations.apart import attend_by_bounds
-from omnibal.integrations.packing import PackCollator, arguments_of, positions_of
-from omnibal.integrations.trainer_calibration import PassTimer, passes_of
-from omnibal.integrations.trainer_steps import counted_profile
+from omnibal.integrations.trainer.calibration import PassTimer, passes_of
+from omnibal.integrations.trainer.steps import counted_profile
+from omnibal.packs.apart import attend_by_bounds
+from omnibal.packs.collator import PackCollator, arguments_of, positions_of
 from omnibal.profile.calibration import parts_of
 from tools.dropin.ways import Task, Way, by_tokens, default, group_by_length, ours
 from tools.gpu.jobs import Jobs

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from omnibal.dispatch.step_plan import Costs, StepPlan, plan_step
-from omnibal.integrations.encoders import encoders_of
-from omnibal.integrations.packing import PackCollator, positions_of
 from omnibal.integrations.rearranging import RearrangedModel
 from omnibal.integrations.rearranging_loader import RearrangingLoader
+from omnibal.packs.collator import PackCollator, positions_of
+from omnibal.packs.encoders import encoders_of
 from omnibal.processes import free_port
 from tools.bench import machine
 from tools.dropin.run import RANKS, SHORTER, Samples, add_up, lengths_of, model_of

@@ -21,8 +21,8 @@ from omnibal.data.metrics import dist_ratio
 from omnibal.device import Device
 from omnibal.dispatch.divide import divide
 from omnibal.families.base import VideoHeader
-from omnibal.integrations.loading import PackSampler
-from omnibal.integrations.trainer_steps import fit_step
+from omnibal.integrations.trainer.steps import fit_step
+from omnibal.packs.loading import PackSampler
 from omnibal.profile.counted import analytic_profile
 from tools.bench import machine, print_table
 from tools.synthetic import patch_lengths

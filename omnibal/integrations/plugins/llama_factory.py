@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 from omnibal.integrations.loops import replace_loader
-from omnibal.integrations.losses import loss_per_target
-from omnibal.integrations.packing import PER_IMAGE, PER_SOUND, PER_TOKEN
 from omnibal.integrations.plugins import given_limits
+from omnibal.packs.collator import PER_IMAGE, PER_SOUND, PER_TOKEN
+from omnibal.packs.losses import loss_per_target
 
 KEPT = (*PER_TOKEN, *PER_IMAGE, "attention_mask")
 

@@ -20,8 +20,7 @@ from omnibal.data.packs import Packs
 from omnibal.errors import ConfigError
 from omnibal.families.base import WINDOWS
 from omnibal.formats.collate import IGNORED
-from omnibal.integrations.loading import PackItems, PackSampler, PlannedLoads
-from omnibal.integrations.packing import (
+from omnibal.packs.collator import (
     Collator,
     PackCollator,
     hears_alone,
@@ -29,6 +28,7 @@ from omnibal.integrations.packing import (
     sounds_of,
     unpadded_images,
 )
+from omnibal.packs.loading import PackItems, PackSampler, PlannedLoads
 
 PLANNED_SHARE: Final = 0.75
 """Share of the limits that packs are planned with: the rest is for padding, and for what sorting leaves uneven.

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from omnibal.errors import ConfigError
-from omnibal.integrations.apart import TYPES, is_rotated_by_sample, rotate_by_sample
-from omnibal.integrations.encoders import blank_image, image_tokens
-from omnibal.integrations.leaks import Leak, PackingCheck, compare, plain_words
-from omnibal.integrations.packing import Collator, PackCollator, arguments_of, as_alone, positions_of, videos_of
-from omnibal.integrations.row_lengths import HEEDED, base_of, thresholds
-from omnibal.integrations.small_models import scaled_model
+from omnibal.packs.apart import TYPES, is_rotated_by_sample, rotate_by_sample
+from omnibal.packs.collator import Collator, PackCollator, arguments_of, as_alone, positions_of, videos_of
+from omnibal.packs.encoders import blank_image, image_tokens
+from omnibal.packs.leaks import Leak, PackingCheck, compare, plain_words
+from omnibal.packs.row_lengths import HEEDED, base_of, thresholds
+from omnibal.packs.small_models import scaled_model
 
 SHAPES: Final = ((1, 0, 11), (0, 1, 14), (2, 0, 5), (0, 0, 8))
 """Images, videos and words of made-up samples: unlike in size, and no two of them with as many tokens."""

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from omnibal.errors import ConfigError
 from omnibal.formats.collate import IGNORED
-from omnibal.integrations.packing import FAMILIES, vary_lengths
+from omnibal.packs.collator import FAMILIES, vary_lengths
 
 Reduction = Literal["token", "sample", "square"]
 POWERS: Final[Mapping[Reduction, float]] = MappingProxyType({"token": 0.0, "sample": 1.0, "square": 0.5})
@@ -186,7 +186,7 @@ class StepLoss:
                 self._trainer.compute_loss_func = self
         if not works_on_targets(self._trainer):
             return self._compute(model, inputs, *others, **options)
-        from omnibal.integrations.target_rows import base_of, head_on_targets  # hosts may lack transformers
+        from omnibal.packs.target_rows import base_of, head_on_targets  # hosts may lack transformers
 
         base = base_of(self._trainer.accelerator.unwrap_model(self._trainer.model))
         weights = None if self._reduction == "token" else functional.pad(self._weights[0], (0, 1))

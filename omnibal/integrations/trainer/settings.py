@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from omnibal.advise.wait import Sharding
 from omnibal.errors import ConfigError
-from omnibal.integrations.losses import keeps_sft_loss
+from omnibal.packs.losses import keeps_sft_loss
 from omnibal.profile.records import Level
 
 if TYPE_CHECKING:

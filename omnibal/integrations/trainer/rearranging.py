@@ -16,18 +16,18 @@ from omnibal.advise.wait import MEETINGS
 from omnibal.data.limits import PackLimits
 from omnibal.dispatch.step_plan import phase_name
 from omnibal.errors import ConfigError, reporting
-from omnibal.integrations.encoders import EncoderAdapter, encoders_of
-from omnibal.integrations.losses import keeps_sft_loss
-from omnibal.integrations.packing import PackCollator, arguments_of, positions_of
-from omnibal.integrations.padded import RowCollator
-from omnibal.integrations.proving import two_texts
 from omnibal.integrations.rearranging import Drawn, Phases
 from omnibal.integrations.rearranging_loader import RearrangingLoader, counted_costs
-from omnibal.integrations.row_lengths import refuse_long_rows
-from omnibal.integrations.target_rows import base_of
-from omnibal.integrations.trainer_hooks import RecipeCallback, add_recipe, check_model, worker_options
-from omnibal.integrations.trainer_settings import batch_size_of, data_seed, layout_of, recompute_of, replicas_of
-from omnibal.integrations.trainer_streams import PlacedBatches, Stream, as_it_is, keep_place
+from omnibal.integrations.trainer.hooks import RecipeCallback, add_recipe, check_model, worker_options
+from omnibal.integrations.trainer.settings import batch_size_of, data_seed, layout_of, recompute_of, replicas_of
+from omnibal.integrations.trainer.streams import PlacedBatches, Stream, as_it_is, keep_place
+from omnibal.packs.collator import PackCollator, arguments_of, positions_of
+from omnibal.packs.encoders import EncoderAdapter, encoders_of
+from omnibal.packs.losses import keeps_sft_loss
+from omnibal.packs.padded import RowCollator
+from omnibal.packs.proving import two_texts
+from omnibal.packs.row_lengths import refuse_long_rows
+from omnibal.packs.target_rows import base_of
 
 
 class DatasetDraws:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from omnibal.errors import ConfigError
-from omnibal.integrations.apart import KINDS, StatefulLayers, attend_by_bounds, mask_images, rotate_by_sample
-from omnibal.integrations.leaks import PackingCheck, compare
-from omnibal.integrations.packing import FAMILIES, PackCollator, as_alone, positions_of
-from omnibal.integrations.row_lengths import HEEDED, WINDOWS, base_of, refuse_other_parts, shown_by_samples
-from omnibal.integrations.small_models import scaled_model
+from omnibal.packs.apart import KINDS, StatefulLayers, attend_by_bounds, mask_images, rotate_by_sample
+from omnibal.packs.collator import FAMILIES, PackCollator, as_alone, positions_of
+from omnibal.packs.leaks import PackingCheck, compare
+from omnibal.packs.row_lengths import HEEDED, WINDOWS, base_of, refuse_other_parts, shown_by_samples
+from omnibal.packs.small_models import scaled_model
 
 CHECKED_TOKENS: Final = 8
 

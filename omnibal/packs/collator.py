@@ -20,8 +20,8 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.errors import DataError
 from omnibal.families.base import WINDOWS
 from omnibal.formats.collate import IGNORED, MropeRule, Positions, mrope_positions
-from omnibal.integrations.apart import TYPES
-from omnibal.integrations.loading import PackItems, PlannedLoads
+from omnibal.packs.apart import TYPES
+from omnibal.packs.loading import PackItems, PlannedLoads
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
 from omnibal.errors import ConfigError
-from omnibal.integrations.target_rows import target_rows
+from omnibal.packs.target_rows import target_rows
 from tests.families.models import small_config
 from tests.vlm.families import family_samples, plain_family_model, plain_inputs, shaken, tied_config
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from omnibal.errors import ConfigError
-from omnibal.integrations.row_lengths import Threshold
+from omnibal.packs.row_lengths import Threshold
 
 FEW: Final = 2
 """Layers and heads of a small model, where one of each kind needs no more."""

@@ -23,8 +23,8 @@ from omnibal.data.source_draws import typical_lengths
 from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.families import layer_records
 from omnibal.formats.ties import as_tied, is_tied
-from omnibal.integrations.loading import PackSampler
-from omnibal.integrations.padded import PLANNED_SHARE, PaddedSampler
+from omnibal.packs.loading import PackSampler
+from omnibal.packs.padded import PLANNED_SHARE, PaddedSampler
 from omnibal.profile.counted import analytic_profile, device_to_count
 from omnibal.profile.records import ModelProfile
 

@@ -13,11 +13,11 @@ from omnibal.cost import CostModel
 from omnibal.data.kinds import kinds_of
 from omnibal.dispatch.step_plan import Costs, PhaseCosts
 from omnibal.errors import ConfigError
-from omnibal.integrations.encoders import blank_samples, encode_in_every_evaluation
-from omnibal.integrations.losses import loss_per_target
-from omnibal.integrations.packing import PackCollator, arguments_of, positions_of
 from omnibal.integrations.rearranging import RearrangedModel
 from omnibal.integrations.rearranging_loader import RearrangingLoader, _costs_of
+from omnibal.packs.collator import PackCollator, arguments_of, positions_of
+from omnibal.packs.encoders import blank_samples, encode_in_every_evaluation
+from omnibal.packs.losses import loss_per_target
 from tests.engine.launch import launch
 from tests.integrations.items import Collate, config_of, items_of
 from tests.integrations.test_rearranging import LEARNING_RATE, trained_under
@@ -155,7 +155,7 @@ def check(num_ranks, hosts):
         optimizer.zero_grad()
         plain_loss(plain, [samples[number] for drawn in of_ranks[:num_ranks] for number in drawn]).backward()
         optimizer.step()
-    for found, moved in launch(num_ranks, "tests.integrations.test_encoders:work", hosts):
+    for found, moved in launch(num_ranks, "tests.packs.test_encoders:work", hosts):
         assert moved == {"vision", "sound", "llm"}
         assert found.keys() >= {*hosts}
         for host, weights in found.items():

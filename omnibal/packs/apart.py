@@ -25,8 +25,8 @@ import torch
 from packaging.version import Version
 from torch import Tensor, nn
 
-from omnibal.integrations.leaks import Leak, mapped
-from omnibal.integrations.row_lengths import follows_length
+from omnibal.packs.leaks import Leak, mapped
+from omnibal.packs.row_lengths import follows_length
 
 KINDS: Final = frozenset({"recurrent state", "convolution"})
 """Kinds of leaks that `StatefulLayers` stops."""

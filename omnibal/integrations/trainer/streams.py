@@ -19,14 +19,14 @@ from omnibal.errors import ConfigError, said
 from omnibal.feeds.buffer_plan import buffer_of
 from omnibal.feeds.sources import EveryNth, is_indexed, iterated
 from omnibal.feeds.stream import FATES, FREE
-from omnibal.integrations.encoders import blank_samples
-from omnibal.integrations.packing import PackCollator, arguments_of, positions_of
-from omnibal.integrations.proving import two_texts
-from omnibal.integrations.row_lengths import refuse_long_rows
 from omnibal.integrations.streams import StreamLoader
-from omnibal.integrations.trainer_hooks import PacksCallback, add_recipe, check_model, worker_options
-from omnibal.integrations.trainer_settings import data_seed, layout_of, recompute_of, replicas_of
-from omnibal.integrations.trainer_steps import Costs
+from omnibal.integrations.trainer.hooks import PacksCallback, add_recipe, check_model, worker_options
+from omnibal.integrations.trainer.settings import data_seed, layout_of, recompute_of, replicas_of
+from omnibal.integrations.trainer.steps import Costs
+from omnibal.packs.collator import PackCollator, arguments_of, positions_of
+from omnibal.packs.encoders import blank_samples
+from omnibal.packs.proving import two_texts
+from omnibal.packs.row_lengths import refuse_long_rows
 from omnibal.profile.records import ModelProfile
 from omnibal.ranks import gather, place, run_on_all_ranks
 from omnibal.vlm.weights import check_data, load_data

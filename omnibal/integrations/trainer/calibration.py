@@ -13,11 +13,11 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from omnibal.advise.wait import MEETINGS, SOUND_PHASES, Sharding, phase_costs
 from omnibal.cost import CostModel, Load
 from omnibal.errors import ConfigError, reporting, said
-from omnibal.integrations.loading import PackSampler
-from omnibal.integrations.target_rows import language_of
-from omnibal.integrations.trainer_hooks import PacksCallback
-from omnibal.integrations.trainer_settings import recompute_of, replicas_of
-from omnibal.integrations.trainer_steps import SOUND, Costs, Gains, first_steps, samples_per_step, step_seconds
+from omnibal.integrations.trainer.hooks import PacksCallback
+from omnibal.integrations.trainer.settings import recompute_of, replicas_of
+from omnibal.integrations.trainer.steps import SOUND, Costs, Gains, first_steps, samples_per_step, step_seconds
+from omnibal.packs.loading import PackSampler
+from omnibal.packs.target_rows import language_of
 from omnibal.profile.calibration import (
     MOST_PASSES,
     STEPS,

@@ -13,7 +13,7 @@ from accelerate.data_loader import DataLoaderDispatcher
 from torch import Tensor
 
 from omnibal.formats.collate import IGNORED
-from omnibal.integrations.trainer_settings import layout_of, replicas_of
+from omnibal.integrations.trainer.settings import layout_of, replicas_of
 
 TARGETS = ("labels", "shift_labels")
 """Fields of a batch that name target tokens; ``shift_labels``, if given, are what the loss takes."""

@@ -3,7 +3,7 @@ import torch
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
 from omnibal.errors import ConfigError
-from omnibal.integrations.losses import loss_per_target, routed_tokens, router_loss
+from omnibal.packs.losses import loss_per_target, routed_tokens, router_loss
 
 
 def test_the_router_is_weighed_as_by_transformers():

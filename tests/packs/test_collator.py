@@ -7,11 +7,11 @@ from transformers import AttentionInterface
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.lengths import samples_to_check
-from omnibal.integrations.loading import PackItems
-from omnibal.integrations.losses import loss_per_target
-from omnibal.integrations.packing import FAMILIES, PackCollator, arguments_of, positions_of
-from omnibal.integrations.padded import PaddedCollator
-from omnibal.integrations.proving import check_packed, two_texts
+from omnibal.packs.collator import FAMILIES, PackCollator, arguments_of, positions_of
+from omnibal.packs.loading import PackItems
+from omnibal.packs.losses import loss_per_target
+from omnibal.packs.padded import PaddedCollator
+from omnibal.packs.proving import check_packed, two_texts
 from omnibal.vlm.attention import PACKED_ATTENTION
 from tests.families.models import EXPERTS, small_config
 from tests.integrations.items import Collate, collated_backward, config_of, items_of, items_of_kinds

@@ -17,8 +17,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDe
 from omnibal.errors import ConfigError
 from omnibal.families import FAMILIES
 from omnibal.formats.collate import GRIDS, IGNORED
-from omnibal.integrations.leaks import plain_words
-from omnibal.integrations.packing import (
+from omnibal.packs.collator import (
     LEAST_FRAMES,
     PER_IMAGE,
     PER_SOUND,
@@ -29,7 +28,8 @@ from omnibal.integrations.packing import (
     sounds_of,
     videos_of,
 )
-from omnibal.integrations.target_rows import base_of, language_of
+from omnibal.packs.leaks import plain_words
+from omnibal.packs.target_rows import base_of, language_of
 
 IMAGE: Final = tuple(name for name in PER_IMAGE if name not in (*PER_VIDEO, *PER_SOUND))
 VIDEO: Final = ("pixel_values_videos", "video_grid_thw")
@@ -95,7 +95,7 @@ class VisionEncoder:
             raise ConfigError(
                 "model must take mm_encoder_outputs and have model.get_image_features, as those of "
                 f"{', '.join(taking_encoded_images())} do, got {type(model).__name__}; describe another model's "
-                "encoders by omnibal.integrations.encoders.EncoderAdapter"
+                "encoders by omnibal.packs.encoders.EncoderAdapter"
             )
         self._model, self._kind, self._listed = cast("Any", model), kind, False
         self._known = [*_taken(model, kind)]

@@ -9,7 +9,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.errors import DataError
 from omnibal.feeds.sampler import BalancedBatchSampler
-from omnibal.integrations.loading import Pack, PackedView, PackItems, PackSampler, PlannedLoads
+from omnibal.packs.loading import Pack, PackedView, PackItems, PackSampler, PlannedLoads
 from tools.synthetic import tiled_lengths
 
 LENGTHS = tiled_lengths(60, seed=0, text_share=0.5)

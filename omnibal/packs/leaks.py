@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from omnibal.errors import ConfigError
-from omnibal.integrations.row_lengths import new_for_each_row
+from omnibal.packs.row_lengths import new_for_each_row
 
 EXACT: Final = 1e-3
 """How far logits and gradients of a pack may be from its samples' alone, as a share of their norm, in 32 bits."""

@@ -19,14 +19,14 @@ from transformers import (
 
 from omnibal import PackLimits, SampleLengths
 from omnibal.errors import ConfigError
-from omnibal.integrations.checking import check_packing
 from omnibal.integrations.loops import balanced_loader
-from omnibal.integrations.packing import PackCollator, positions_of
-from omnibal.integrations.proving import check_packed
-from omnibal.integrations.row_lengths import longest_row, refuse_other_parts, thresholds
-from omnibal.integrations.trainer_steps import fit_step
+from omnibal.integrations.trainer.steps import fit_step
+from omnibal.packs.checking import check_packing
+from omnibal.packs.collator import PackCollator, positions_of
+from omnibal.packs.proving import check_packed
+from omnibal.packs.row_lengths import longest_row, refuse_other_parts, thresholds
 from tests.families.models import small_config
-from tests.integrations.test_leaks import model_of
+from tests.packs.test_leaks import model_of
 
 SIZES = {
     "vocab_size": 200, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -1,0 +1,1 @@
+"""What a transformers.Trainer needs for balanced steps."""

@@ -1,0 +1,1 @@
+"""How samples become a pack that is exact: collators, what keeps samples apart, the proof, the loss."""
