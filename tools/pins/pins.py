@@ -3,9 +3,10 @@
     python -m tools.pins.pins record pins.json     # before
     python -m tools.pins.pins check pins.json      # after: says what differs, exit code 1
 
-Pinned are packs (hashes of every step of every rank), plans, simulated steps, and two short runs: losses, weights and
-exported files, bit for bit. Floats of planning are compared to 12 digits. Runs repeat bit for bit on one machine only:
-record and check on the same one. ``--without-runs`` leaves out what needs torch.
+Pinned are packs (hashes of every step of every rank, of mixtures and streams too), plans, simulated steps, advice,
+and short runs of the pipeline and of a Trainer, bit for bit: losses, weights and exported files. Floats of planning
+are compared to 12 digits. Runs repeat bit for bit on one machine only: record and check on the same one. ``--without-
+runs`` leaves out what needs torch.
 """
 
 import argparse
@@ -25,6 +26,8 @@ from typer.testing import CliRunner
 
 from omnibal import BalancedBatchSampler, PackLimits, SampleLengths
 from omnibal.cli.main import app
+from omnibal.data.mixture import Knot, Mixture
+from tests.engine.launch import launch
 from tools.synthetic import patch_lengths, tiled_lengths
 
 REPOSITORY = Path(__file__).parents[2]
@@ -80,6 +83,30 @@ def packs() -> Iterator[tuple[str, Any]]:
             yield f"packs {kind} {at} {num_replicas}x{micro_batches} {method} seed {seed}", digest.hexdigest()[:16]
 
 
+def feeds() -> Iterator[tuple[str, Any]]:
+    """Hashes of packs of a mixture, and of a stream, on one rank and on four."""
+    lengths = lengths_of("tiles")
+    sources = np.arange(len(lengths)) % 3
+    named = SampleLengths(lengths.vision_units, lengths.llm_tokens, source=sources, source_names=("a", "b", "c"))
+    mixture = Mixture({"a": 3, "b": 1, "c": 1}, schedule=(Knot(20, {"a": 1, "c": 2}),))
+    for num_replicas in (1, 4):
+        digest = hashlib.sha256()
+        for rank in range(num_replicas):
+            sampler = BalancedBatchSampler(
+                named, PackLimits(16, 7296), num_replicas=num_replicas, rank=rank, micro_batches=2, mixture=mixture
+            )
+            for epoch in range(2):
+                sampler.set_epoch(epoch)
+                digest.update(json.dumps([list(map(int, pack)) for pack in sampler]).encode())
+        yield f"mixture {num_replicas}", digest.hexdigest()[:16]
+
+
+def drop_ins(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Losses and weights of a Trainer under ``balance``, and samples of a stream, on two processes."""
+    first, *_ = launch(2, "tools.pins.drop_ins:train_and_draw", folder)
+    yield from first.items()
+
+
 def command(*arguments: str) -> Any:
     """What a verb prints as JSON."""
     result = CliRunner().invoke(app, [*arguments, "--json"])
@@ -109,6 +136,21 @@ def plans(folder: Path) -> Iterator[tuple[str, Any]]:
         yield f"plan {name}", {key: value for key, value in plan.items() if key not in of_hardware}
         simulated = command("simulate", str(folder / name / "plan.json"), "--lengths", str(folder / "lengths"))
         yield f"simulate {name}", {key: value for key, value in simulated.items() if "seconds" in key or "ratio" in key}
+
+
+def advice(folder: Path) -> Iterator[tuple[str, Any]]:
+    """What advise says of a trainer."""
+    asked = (
+        str(folder / "lengths"),
+        "--model",
+        str(folder / "model"),
+        "--cluster",
+        "8xA100-80GB",
+        "--accumulation",
+        "4",
+    )
+    for today in ("zero3", "ddp"):
+        yield f"advise {today}", command("advise", *asked, "--today", today)
 
 
 def write_model(folder: Path) -> None:
@@ -148,7 +190,7 @@ def runs(folder: Path) -> Iterator[tuple[str, Any]]:
             stderr=subprocess.DEVNULL,
         )
         steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-        yield f"run {name} losses", [step["loss"] for step in steps]
+        yield f"run {name} losses", [step["loss"] for step in steps if "loss" in step]
         files = sorted(path for path in (output / "model").rglob("*") if path.is_file())
         hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
         yield f"run {name} files", hashes
@@ -157,8 +199,9 @@ def runs(folder: Path) -> Iterator[tuple[str, Any]]:
 def take(with_runs: bool) -> dict[str, Any]:
     """All pins."""
     with tempfile.TemporaryDirectory() as folder:
-        found = dict(packs()) | dict(plans(Path(folder)))
-        return found | (dict(runs(Path(folder))) if with_runs else {})
+        of_numbers = (packs(), feeds(), plans(Path(folder)), advice(Path(folder)))
+        of_runs = (runs(Path(folder)), drop_ins(Path(folder))) if with_runs else ()
+        return {name: value for kind in (*of_numbers, *of_runs) for name, value in kind}
 
 
 def rounded(value: Any) -> Any:
