@@ -34,7 +34,7 @@ from rich.console import Console
 from torch import Tensor
 from tqdm import tqdm
 
-from omnibal.config import RunSection, keys_of_plan, micro_batches_of
+from omnibal.config import RunSection, keys_of_plan
 from omnibal.engine import saved_files
 from omnibal.engine.checkpoint import export_newest
 from omnibal.engine.engine import OmnibalEngine
@@ -144,15 +144,15 @@ def _under_own_plan(workspace: Workspace) -> Workspace:
     own = section.run.files.run_plan
     if section.pipeline.plan is None or not own.is_file():
         return workspace
-    before, micro_batches = Plan.load(own), micro_batches_of(workspace.config)
+    before, micro_batches = Plan.load(own), workspace.config.get("gradient_accumulation_steps", "auto")
     try:
         now = workspace.named_plan
     except ConfigError:
         now = None
     # Micro-batches of neither plan were set by hand: resolve_plan says that they do not fit.
-    if micro_batches not in (before.micro_batches, (now or before).micro_batches):
+    if micro_batches not in ("auto", before.micro_batches, (now or before).micro_batches):
         return workspace
-    if now is not None and (now.limits, now.micro_batches) == (before.limits, micro_batches):
+    if now is not None and now.limits == before.limits and micro_batches in ("auto", now.micro_batches):
         return workspace
     if dist.get_rank() == 0:
         LOG.warning(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from omnibal.cluster import Cluster, Encoder, Layout, replicas_of
-from omnibal.config import OmnibalSection, RunFiles, dtype_of, layout_of, read_config, resolve_plan
+from omnibal.config import OmnibalSection, RunFiles, dtype_of, layout_of, micro_batches_of, read_config, resolve_plan
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, choose_limits
 from omnibal.data.mixture import Mixture
@@ -137,6 +137,11 @@ class Workspace:
             self.say(f"{path} is not there: the ds_config's other keys count until `omnibal plan --write` makes it")
             return None
         return Plan.load(path)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a replica's step: as many as the ds_config says, or the plan that it names."""
+        return micro_batches_of(self.config, self.named_plan)
 
     @property
     def model_folder(self) -> Path:

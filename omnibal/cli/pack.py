@@ -20,7 +20,7 @@ from omnibal.cli.options import (
     check_picture,
     read_limits,
 )
-from omnibal.config import PackingSection, micro_batches_of
+from omnibal.config import PackingSection
 from omnibal.data.epoch import Epoch, arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limit_search import find_trap
@@ -88,7 +88,7 @@ def pack(
         lengths=found.lengths,
         limits=choose_limits(found.lengths, *(fixed or (packing.vision_units, packing.llm_tokens))),
         num_replicas=num_replicas or _replicas(workspace),
-        micro_batches=micro_batches or (1 if workspace is None else micro_batches_of(workspace.config)),
+        micro_batches=micro_batches or (1 if workspace is None else workspace.micro_batches),
         packing=packing,
         vision_unit=found.lengths.vision_unit if workspace is None else workspace.vision_unit,
     )

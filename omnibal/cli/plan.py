@@ -183,7 +183,7 @@ def _check(workspace: Workspace, out: Path, *, trials: bool, from_run: Path | No
         layout = workspace.layout(cluster=workspace.section.cluster)
     except ConfigError:  # the present configuration cannot train, which the plan says
         return
-    check_batch(workspace.config, layout.num_replicas)
+    check_batch(workspace.config, workspace.micro_batches, layout.num_replicas)
 
 
 def _check_measured_here(profile: ModelProfile) -> None:

@@ -123,8 +123,9 @@ def present_plan(
             "pipeline": section.pipeline.model_copy(update=dict(pipeline or {})),
             "packing": section.packing.model_copy(update=most),
         }
+        config = workspace.config | {"gradient_accumulation_steps": workspace.micro_batches}
         plan = resolve_plan(
-            workspace.config, section.model_copy(update=parts), None if pipeline else workspace.named_plan,
+            config, section.model_copy(update=parts), None if pipeline else workspace.named_plan,
             workspace.model.records, layout, workspace.lengths,
         )  # fmt: skip
     else:

@@ -29,7 +29,7 @@ def complete_deepspeed_config(config: dict[str, Any], layout: Layout) -> dict[st
     _check_precision(config)
     if config.get("wall_clock_breakdown") and not config.get("steps_per_print"):
         raise ConfigError("steps_per_print must be given with wall_clock_breakdown, got none; it says when to print")
-    check_batch(config, layout.num_replicas)
+    check_batch(config, micro_batches, layout.num_replicas)
     scheduler = config.get("scheduler")
     return {
         **config,
@@ -59,9 +59,8 @@ def fill_in_steps(scheduler_params: dict[str, Any], total_steps: int) -> None:
             scheduler_params[key] = steps
 
 
-def check_batch(config: dict[str, Any], num_replicas: int) -> None:
+def check_batch(config: dict[str, Any], micro_batches: int, num_replicas: int) -> None:
     """Refuse batch sizes that do not follow from the number of micro-batches: a micro-batch is one pack."""
-    micro_batches = micro_batches_of(config)
     product = f"{micro_batches} micro-batches of one pack, {num_replicas} replicas"
     for key, value, reason in (
         ("train_micro_batch_size_per_gpu", 1, "a micro-batch is one pack"),
@@ -92,11 +91,10 @@ def resolve_plan(
         lengths: The samples' lengths, from which limits are chosen; None for streams.
     """
     pipeline, packing, frozen = section.pipeline, section.packing, section.model.frozen
-    micro_batches, parts = micro_batches_of(config), check_frozen(records, frozen)
+    micro_batches, parts = micro_batches_of(config, named), check_frozen(records, frozen)
     partition = partition_of(section, named, records, layout)
     # A named plan takes the place of partition, recompute and limits; what was predicted of it must be of this run.
     if named is not None:
-        _check("micro_batches of the plan", named.micro_batches, micro_batches)
         if "frozen" in named.made_from:  # times and memory are other ones where other layers are trained
             _check("frozen parts of the plan", sorted(named.made_from["frozen"]), list(parts))
             adapters = sum(record.sizes.get("adapters", 0) for record in records)
@@ -233,13 +231,20 @@ def dtype_of(config: dict[str, Any]) -> Precision:
     return "bfloat16" if config.get("bf16", {}).get("enabled", False) else "float32"
 
 
-def micro_batches_of(config: dict[str, Any]) -> int:
-    """Micro-batches per step: ``gradient_accumulation_steps`` of the ds_config, 1 where it is left out."""
-    micro_batches = config.get("gradient_accumulation_steps", 1)
+def micro_batches_of(config: dict[str, Any], plan: Plan | None = None) -> int:
+    """Micro-batches per step, by ``gradient_accumulation_steps``; left out or ``"auto"``, those of the plan, else 1."""
+    micro_batches = config.get("gradient_accumulation_steps", "auto")
+    if micro_batches == "auto":
+        return 1 if plan is None else plan.micro_batches
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
         raise ConfigError(
             "gradient_accumulation_steps must be a positive integer (the micro-batches of a step), "
             f"got {micro_batches!r}"
+        )
+    if plan is not None and micro_batches != plan.micro_batches:
+        raise ConfigError(
+            f"gradient_accumulation_steps must be {plan.micro_batches}, the micro-batches of the plan, got "
+            f"{micro_batches}; leave it out or say 'auto'"
         )
     return micro_batches
 

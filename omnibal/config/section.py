@@ -77,8 +77,8 @@ OBJECTS: Final = (
 )  # fmt: skip
 # What may be `"auto"`; of `zero_optimization` DeepSpeed then takes its defaults.
 AUTOMATIC: Final = frozenset({
-    "train_batch_size", "train_micro_batch_size_per_gpu", "scheduler.params.total_num_steps",
-    "scheduler.params.warmup_num_steps",
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+    "scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps",
 })  # fmt: skip
 
 

@@ -223,7 +223,7 @@ def _resolve(workspace: Workspace, model: Any, own: UserOptimizer) -> tuple[Reso
         partition = partition_of(workspace.section, workspace.named_plan, resolved.vlm.records, layout)
         check_unit_run(resolved, partition)
         check_spread_run(resolved, partition)
-        check_batch(resolved.config, layout.num_replicas)
+        check_batch(resolved.config, workspace.micro_batches, layout.num_replicas)
     check_tensor_run(resolved)
     return resolved, _deepspeed_config(resolved)
 

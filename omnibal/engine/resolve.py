@@ -121,7 +121,9 @@ def resolve(workspace: Workspace, model: Any, num_processes: int) -> ResolvedRun
         _check_frozen_alike(source, vlm, frozen)
     folder = Path(source) if isinstance(source, str | Path) else None
     layout = workspace.layout_on(num_processes, "processes", len(vlm.records))
-    return ResolvedRun(workspace.config, section, folder, vlm, layout)
+    # DeepSpeed reads micro-batches from the ds_config, which may leave them to the plan.
+    config = workspace.config | {"gradient_accumulation_steps": workspace.micro_batches}
+    return ResolvedRun(config, section, folder, vlm, layout)
 
 
 def _check_source(source: Any, weights: str) -> None:

@@ -54,7 +54,7 @@ def test_configurations_that_cannot_work(model, tmp_path):
         (changed(good, "pipeline", recompute=["full"]), "recompute must have a level for each of 10 layers, got 1"),
         (
             changed(good, "pipeline", plan=str(plan)),
-            "micro_batches of the plan must be 2 as the model and the ds_config say, got 7",
+            "gradient_accumulation_steps must be 7, the micro-batches of the plan, got 2; leave it out",
         ),
         (changed(good, "pipeline", plan=str(tmp_path / "none.json")), "plan must be a readable file"),
         (changed(good, "packing", llm_token=3), "did you mean 'llm_tokens'"),

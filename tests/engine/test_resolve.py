@@ -231,6 +231,18 @@ def test_a_plan_file_takes_the_place_of_all(vlm, tmp_path):
     assert found == replace(plan, layout=layout_of(CONFIG, 2, 1)), "a plan without a cluster names no layout"
 
 
+def test_micro_batches_are_the_plans_unless_the_ds_config_says_them(vlm, tmp_path):
+    plan = Plan(PackLimits(5, 2000), 4, Partition((0, 4, NUM_LAYERS)), ("none",) * NUM_LAYERS)
+    plan.save(tmp_path / "plan.json")
+    for named, micro_batches in (({}, 1), ({"plan": str(tmp_path / "plan.json")}, 4)):
+        for config in ({}, {"gradient_accumulation_steps": "auto"}):
+            assert Workspace(config, section(pipeline=named)).micro_batches == micro_batches
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps must be 4, the micro-batches of the plan, got"):
+        Workspace({"gradient_accumulation_steps": 5}, section(pipeline=named)).resolve_plan(
+            vlm.records, layout_of({}, 2, 1), LENGTHS
+        )
+
+
 STAGE = StagePrediction(1.0, 2.0, 0.0, 0.1, 5, StageMemory(*range(9)))
 
 
