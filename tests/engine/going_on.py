@@ -190,9 +190,7 @@ def goes_on_under_plans(config, output):
     assert len(told) == (2 if dist.get_rank() == 0 else 0)
     assert all(f"under the plan that it followed before, {output / 'run_plan.json'}; " in line for line in told)
     by_hand = config | {"gradient_accumulation_steps": 5}
-    with pytest.raises(
-        ConfigError, match="gradient_accumulation_steps must be "
-    ):
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps must be "):
         train(changed(by_hand, "run", output=str(output), evaluate_every=0), dataset=SmallDataset(), resume=True)
 
 
