@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from omnibal.dispatch.rollouts import balanced_rows
     from omnibal.engine.initialize import initialize
     from omnibal.feeds.sampler import BalancedBatchSampler
-    from omnibal.packs.checking import check_packing
+    from omnibal.packs.proof import check_packing
     from omnibal.plan import Plan
 
 __all__ = [
@@ -26,7 +26,7 @@ _MODULES = {
     "BalancedBatchSampler": "omnibal.feeds.sampler",
     "Plan": "omnibal.plan",
     "balanced_rows": "omnibal.dispatch.rollouts",
-    "check_packing": "omnibal.packs.checking",
+    "check_packing": "omnibal.packs.proof",
     "initialize": "omnibal.engine.initialize",
 }
 

@@ -41,7 +41,7 @@ def check_packing(
     # Imported once the arguments are right: torch and transformers take seconds.
     with working("making the model"):
         model = _model(folder, weights=weights, attention=attention).to(device)
-    from omnibal.packs.checking import check_packing as check
+    from omnibal.packs.proof import check_packing as check
 
     with working("comparing packs with samples alone"):
         found = check(model)
@@ -58,7 +58,7 @@ def _model(folder: Path, *, weights: bool, attention: str | None) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from omnibal.packs.small_models import small_config
+    from omnibal.packs.row_lengths import small_config
 
     config = AutoConfig.from_pretrained(folder)
     options = {} if attention is None else {"attn_implementation": attention}

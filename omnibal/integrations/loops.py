@@ -43,7 +43,7 @@ from omnibal.packs.collator import FAMILIES, Collator, PackCollator, SampleColla
 from omnibal.packs.loading import Dataset, PackedView, PackSampler
 from omnibal.packs.losses import loss_per_target
 from omnibal.packs.padded import PaddedSampler
-from omnibal.packs.proving import check_packed
+from omnibal.packs.proof import check_packed
 from omnibal.packs.row_lengths import refuse_long_rows
 from omnibal.ranks import gather, place
 

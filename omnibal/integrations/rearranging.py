@@ -22,7 +22,7 @@ from omnibal.packs.apart import TYPES, mask_images, rotate_by_sample
 from omnibal.packs.collator import STATEFUL
 from omnibal.packs.encoders import EncoderAdapter, encoders_of, place_of
 from omnibal.packs.losses import loss_per_target
-from omnibal.packs.proving import check_packed, two_texts
+from omnibal.packs.proof import check_packed, two_texts
 from omnibal.ranks import Meeting, failures_reach_all_ranks
 
 Sample = Mapping[str, Tensor]

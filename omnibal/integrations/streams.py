@@ -18,7 +18,7 @@ from omnibal.feeds.stream import StreamFeed
 from omnibal.integrations.loops import TOKEN_WEIGHT, ItemCollator, item_loads
 from omnibal.packs.collator import Collator, PackCollator, arguments_of, positions_of
 from omnibal.packs.encoders import blank_samples
-from omnibal.packs.proving import check_packed, two_texts
+from omnibal.packs.proof import check_packed, two_texts
 from omnibal.packs.row_lengths import refuse_long_rows
 from omnibal.ranks import gather, new_gloo_group, place
 

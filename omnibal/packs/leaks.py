@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from omnibal.errors import ConfigError
-from omnibal.packs.row_lengths import new_for_each_row
+from omnibal.packs.row_lengths import follows_length
 
 EXACT: Final = 1e-3
 """How far logits and gradients of a pack may be from its samples' alone, as a share of their norm, in 32 bits."""
@@ -176,7 +176,7 @@ def compare(
     samples = [_sent(each, device) for each in alone]
     pack = _sent(packed, device)
     _check_rows(samples, pack)
-    with _evaluated(model), new_for_each_row(model):
+    with _evaluated(model):
         seen = _ModuleTensors(model)
         with torch.no_grad():
             expected = [seen.run(sample, number) for number, sample in enumerate(samples)]
@@ -199,14 +199,24 @@ def compare(
 
 @contextmanager
 def _evaluated(model: nn.Module) -> Iterator[None]:
-    """Without dropout; every part of the model is in its own mode again behind it: a frozen ViT may not be training."""
+    """Without dropout, and with the rotary embeddings of a new model: transformers keeps those of longer rows."""
     were_training = [module for module in model.modules() if module.training]
+    following = [module for module in model.modules() if follows_length(module)]
+    hooks = [module.register_forward_pre_hook(_renewed) for module in following]
     model.eval()
     try:
         yield
     finally:
-        for module in were_training:
+        for hook in hooks:
+            hook.remove()
+        for module in were_training:  # one by one: a frozen ViT may not have been training
             module.training = True
+
+
+def _renewed(rotary: nn.Module, args: Any) -> None:
+    from omnibal.vlm.rotary import renew  # loops of models from elsewhere need no transformers
+
+    renew(rotary)
 
 
 def _sent(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

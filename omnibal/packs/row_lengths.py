@@ -1,4 +1,4 @@
-"""What in a model depends on the length of a row.
+"""What in a model depends on the length of a row, and small models for which few tokens are long.
 
 | in the configuration | depends on | packs |
 |---|---|---|
@@ -12,10 +12,12 @@ Frequencies of "linear", "yarn", "llama3" and "proportional" are the same for al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any, Final, NamedTuple
 
+import torch
 from torch import nn
 
 from omnibal.data.limits import PackLimits
@@ -37,6 +39,24 @@ ROPE_FIELDS: Final = ("rope_parameters", "rope_scaling")
 FOLLOWING: Final = ("dynamic", LONGROPE)
 NOT_PACKED: Final = ("audio", "speech", "sound")
 """Parts of names of sub-models whose rows are single sounds."""
+
+# Of small models.
+FEW: Final = 2
+"""Layers and heads of a small model, where one of each kind needs no more."""
+WIDTHS: Final = ("embed_dim", "hidden_size")
+HEADS: Final = ("num_attention_heads", "num_heads")
+LAYERS: Final = ("num_hidden_layers", "depth")
+OUTPUTS: Final = ("out_hidden_size", "projection_dim", "text_hidden_size", "vision_output_dim")
+"""Widths that lead from the encoder to the language model."""
+PLACES: Final = ("deepstack_visual_indexes", "fullatt_block_indexes", "full_attn_idxs")
+LARGE: Final = {
+    "num_key_value_heads": 1, "intermediate_size": 64, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+"""Numbers of a part that a small model may have at most."""
+LARGE_WEIGHTS: Final = 0.1
+"""Standard deviation of random weights that let a leak show."""
 
 
 class Threshold(NamedTuple):
@@ -60,14 +80,14 @@ class Threshold(NamedTuple):
 
 def thresholds(config: Any) -> list[Threshold]:
     """What depends on length in a configuration of transformers, in all of its sub-models."""
-    return [*_thresholds(config.to_dict(), ())]
+    return [*_of_part(config.to_dict(), ())]
 
 
-def _thresholds(part: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[Threshold]:
+def _of_part(part: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[Threshold]:
     for name, value in part.items():
         if isinstance(value, Mapping) and not any(word in name for word in NOT_PACKED):
             if name not in ROPE_FIELDS:
-                yield from _thresholds(value, (*path, name))
+                yield from _of_part(value, (*path, name))
                 continue
             # Gemma's models have parameters for each kind of layer.
             by_layer = {(): value} | {(key,): each for key, each in value.items() if isinstance(each, Mapping)}
@@ -97,8 +117,7 @@ def _of_rope(
 
 def longest_row(model: Any) -> Threshold | None:
     """What limits the rows of a model: packs of several samples that hold more tokens are not exact."""
-    base = base_of(model)
-    return min(_of_rows(base), key=lambda each: each.tokens, default=None)
+    return min(_of_rows(transformers_model(model)), key=lambda each: each.tokens, default=None)
 
 
 def shown_by_samples(base: Any) -> list[Threshold]:
@@ -123,9 +142,8 @@ def _in_text(base: Any) -> list[Threshold]:
 
 def refuse_other_parts(base: Any) -> None:
     """Refuse encoders whose rotary embeddings follow the largest image of a row, which no limit of tokens prevents."""
-    found = [] if not hasattr(base, "config") else thresholds(base.config)
     of_text = _in_text(base)
-    for each in found:
+    for each in thresholds(base.config) if hasattr(base, "config") else ():
         if each.word in FOLLOWING and each not in of_text:
             raise ConfigError(
                 f"rope_type of {each.part[0]} must not follow the other images of a row to train packs, got "
@@ -142,30 +160,8 @@ def follows_length(module: nn.Module) -> bool:
     return bool(length_types(module))
 
 
-@contextmanager
-def new_for_each_row(model: nn.Module) -> Iterator[None]:
-    """Let forward passes begin with the rotary embeddings of a new model; transformers keeps those of longer rows."""
-    following = [module for module in model.modules() if follows_length(module)]
-    hooks = [module.register_forward_pre_hook(_renew) for module in following]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _renew(rotary: nn.Module, args: Any) -> None:
-    from omnibal.vlm.rotary import renew
-
-    renew(rotary)
-
-
 def refuse_long_rows(model: Any, limits: PackLimits | None) -> None:
-    """Refuse limits under which packs hold more tokens than the rows in which samples are computed as they are alone.
-
-    Raises:
-        ConfigError: The limits do, or there are none.
-    """
+    """Refuse limits whose packs may be longer than the longest row that computes samples as alone."""
     row = longest_row(model)
     if row is not None and (limits is None or limits.llm_tokens > row.tokens):
         raise ConfigError(
@@ -174,7 +170,65 @@ def refuse_long_rows(model: Any, limits: PackLimits | None) -> None:
         )
 
 
-def base_of(model: Any) -> Any:
+def transformers_model(model: Any) -> Any:
     """The model of transformers in wrappers, or the model itself."""
-    parts = (part for part in model.modules() if hasattr(type(part), "config_class"))
-    return next(parts, model)
+    return next((part for part in model.modules() if hasattr(type(part), "config_class")), model)
+
+
+def small_config(config: Any) -> Any:
+    """A model's configuration with few and narrow layers, one of each kind at least, and heads as wide as they are."""
+    small = copy.deepcopy(config)
+    text, vision = small.get_text_config(), getattr(small, "vision_config", None)
+    new_widths = {}  # by old width: what projectors and mergers lead to
+    for part in filter(None, (vision, text)):
+        width_name = next((name for name in WIDTHS if hasattr(part, name)), None)
+        heads_name = next((name for name in HEADS if hasattr(part, name)), None)
+        if width_name is None or heads_name is None:
+            raise ConfigError(
+                f"config of {config.model_type} must have one each of {', '.join(WIDTHS)} and of {', '.join(HEADS)} to "
+                "be made small, got neither or one"
+            )
+        width, heads = getattr(part, width_name), getattr(part, heads_name)
+        head_width = getattr(part, "head_dim", None) or width // heads
+        new_widths[width] = FEW * head_width
+        for name, most in (LARGE | {heads_name: FEW}).items():
+            if isinstance(getattr(part, name, None), int):
+                setattr(part, name, min(getattr(part, name), most))
+        _cut_layers(part)
+    for part in filter(None, (small, text, vision)):
+        for name in (*WIDTHS, *OUTPUTS):
+            if getattr(part, name, None) in new_widths:
+                setattr(part, name, new_widths[getattr(part, name)])
+    return small
+
+
+def _cut_layers(part: Any) -> None:
+    """Keep so many layers that one of each kind is there."""
+    name = next(name for name in LAYERS if hasattr(part, name))
+    kinds = getattr(part, "layer_types", None) or []
+    count = min(max([FEW, *(kinds.index(kind) + 1 for kind in kinds)]), getattr(part, name))
+    setattr(part, name, count)
+    if kinds:
+        part.layer_types = kinds[:count]
+    for places in PLACES:  # of special layers
+        if getattr(part, places, None):
+            setattr(part, places, [*range(min(count, len(getattr(part, places))))])
+
+
+def scaled_model(base: Any, tokens: int, long: Sequence[Threshold]) -> Any:
+    """A small model of the kind of ``base``, with random weights; more than ``tokens`` tokens show what is ``long``."""
+    small = small_config(base.config)
+    for each in long:
+        holder = reduce(lambda at, name: at[name] if isinstance(at, dict) else getattr(at, name), each.part, small)
+        number = max(min(tokens, each.tokens), 1) + each.below
+        if isinstance(holder, dict):
+            holder[each.field] = number
+        else:
+            setattr(holder, each.field, number)
+    if small._attn_implementation not in ("eager", "sdpa"):  # kernels that no CPU has
+        small._attn_implementation = "sdpa"
+    for part in (small, small.get_text_config()):
+        part.initializer_range = LARGE_WEIGHTS
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return type(base)(small).float().cpu()

@@ -10,10 +10,9 @@ pytest.importorskip("accelerate")
 from transformers.utils.import_utils import is_causal_conv1d_available, is_flash_linear_attention_available
 
 from omnibal.integrations.transformers import balance
-from omnibal.packs.checking import as_pack, check_packing, made_samples
 from omnibal.packs.collator import FAMILIES, PackCollator, arguments_of, positions_of
 from omnibal.packs.losses import loss_per_target
-from omnibal.packs.proving import check_packed, two_texts
+from omnibal.packs.proof import as_pack, check_packed, check_packing, made_samples, two_texts
 from omnibal.vlm import attention
 from tests.engine.launch import launch
 from tests.integrations.items import Collate, collated_backward, config_of, items_of

@@ -11,7 +11,7 @@ from omnibal.packs.collator import FAMILIES, PackCollator, arguments_of, positio
 from omnibal.packs.loading import PackItems
 from omnibal.packs.losses import loss_per_target
 from omnibal.packs.padded import PaddedCollator
-from omnibal.packs.proving import check_packed, two_texts
+from omnibal.packs.proof import check_packed, two_texts
 from omnibal.vlm.attention import PACKED_ATTENTION
 from tests.families.models import EXPERTS, small_config
 from tests.integrations.items import Collate, collated_backward, config_of, items_of, items_of_kinds

@@ -12,12 +12,11 @@ import omnibal
 from omnibal.errors import ConfigError
 from omnibal.formats.collate import SLICED_TYPES, VIDEO_TYPES
 from omnibal.packs.apart import StatefulLayers, mask_images
-from omnibal.packs.checking import as_pack, check_packing, made_samples
 from omnibal.packs.collator import FAMILIES, as_alone
 from omnibal.packs.encoders import blank_image, image_tokens
 from omnibal.packs.leaks import compare
-from omnibal.packs.proving import check_packed, two_texts
-from omnibal.packs.small_models import small_config
+from omnibal.packs.proof import as_pack, check_packed, check_packing, made_samples, two_texts
+from omnibal.packs.row_lengths import small_config
 from tests.families import models
 
 # What lets something across in transformers' own layers.

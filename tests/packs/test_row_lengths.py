@@ -21,9 +21,8 @@ from omnibal import PackLimits, SampleLengths
 from omnibal.errors import ConfigError
 from omnibal.integrations.loops import balanced_loader
 from omnibal.integrations.trainer.steps import fit_step
-from omnibal.packs.checking import check_packing
 from omnibal.packs.collator import PackCollator, positions_of
-from omnibal.packs.proving import check_packed
+from omnibal.packs.proof import check_packed, check_packing
 from omnibal.packs.row_lengths import longest_row, refuse_other_parts, thresholds
 from tests.families.models import small_config
 from tests.packs.test_leaks import model_of

@@ -9,9 +9,8 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForImageTextToText
 
-from omnibal.packs.checking import check_packing
 from omnibal.packs.collator import FAMILIES
-from omnibal.packs.proving import check_packed, two_texts
+from omnibal.packs.proof import check_packed, check_packing, two_texts
 from tests.families.models import CONFIGS, DROPPED_IN, small_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "leaks.md"

@@ -28,7 +28,7 @@ from omnibal.packs.collator import PackCollator
 from omnibal.packs.loading import PackSampler
 from omnibal.packs.losses import works_on_targets
 from omnibal.packs.padded import PaddedSampler
-from omnibal.packs.proving import check_packed
+from omnibal.packs.proof import check_packed
 from omnibal.processes import EndRequest, leave_ends_to_parent
 from omnibal.profile.calibration import SIZES
 from omnibal.profile.records import ModelProfile

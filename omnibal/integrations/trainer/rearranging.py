@@ -25,7 +25,7 @@ from omnibal.packs.collator import PackCollator, arguments_of, positions_of
 from omnibal.packs.encoders import EncoderAdapter, encoders_of
 from omnibal.packs.losses import keeps_sft_loss
 from omnibal.packs.padded import RowCollator
-from omnibal.packs.proving import two_texts
+from omnibal.packs.proof import two_texts
 from omnibal.packs.row_lengths import refuse_long_rows
 from omnibal.packs.target_rows import base_of
 

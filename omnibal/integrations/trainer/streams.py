@@ -25,7 +25,7 @@ from omnibal.integrations.trainer.settings import data_seed, layout_of, recomput
 from omnibal.integrations.trainer.steps import Costs
 from omnibal.packs.collator import PackCollator, arguments_of, positions_of
 from omnibal.packs.encoders import blank_samples
-from omnibal.packs.proving import two_texts
+from omnibal.packs.proof import two_texts
 from omnibal.packs.row_lengths import refuse_long_rows
 from omnibal.profile.records import ModelProfile
 from omnibal.ranks import gather, place, run_on_all_ranks
