@@ -6,7 +6,6 @@ waits: whatever can fail runs in ``run_on_all_ranks``.
 """
 
 import atexit
-import json
 import logging
 import os
 from collections.abc import Iterable, Mapping
@@ -44,10 +43,9 @@ from omnibal.engine.spread import check_spread_run
 from omnibal.engine.streams import stream_loader
 from omnibal.errors import ENGINE_MODULES, ConfigError, end_in_one_line, said
 from omnibal.families.base import trained_in_words
-from omnibal.feeds.sampler import check_agreement
 from omnibal.plan import Plan
 from omnibal.processes import end_with_launcher
-from omnibal.ranks import gather, gloo_group, lost_ranks_named, run_on_all_ranks, watch
+from omnibal.ranks import check_same, gloo_group, lost_ranks_named, run_on_all_ranks, watch
 from omnibal.ranks.agreement import hosts_of
 from omnibal.vlm.weights import spare_weights
 from omnibal.workspace import Workspace
@@ -238,16 +236,6 @@ def _deepspeed_config(resolved: ResolvedRun) -> DeepSpeedConfig:
         return DeepSpeedConfig(config, replicas)
     except Exception as error:  # pydantic's, assertions, and DeepSpeed's own
         raise ConfigError(f"ds_config must be one that DeepSpeed takes, got: {said(error)}") from error
-
-
-def check_same(record: Mapping[str, Any]) -> None:
-    """Refuse, on all ranks alike, a run whose ranks hold different values; the message names rank and key."""
-    digest = crc32(json.dumps(record, sort_keys=True, default=str).encode())
-    if len(set(gather(digest))) > 1:  # only now what may be long is sent
-        found = gather(record)
-        names = sorted({name for each in found for name in each})
-        records = [{"rank": rank, **{name: each.get(name) for name in names}} for rank, each in enumerate(found)]
-        check_agreement(records, num_replicas=len(found))
 
 
 def _versions() -> dict[str, str]:

@@ -18,7 +18,6 @@ from omnibal.data.mixture import Mixture
 from omnibal.data.packing_spec import Oversized
 from omnibal.data.source_draws import typical_lengths
 from omnibal.errors import ConfigError, DataError, end_in_one_line, integer, reporting
-from omnibal.feeds.sampler import check_agreement
 from omnibal.integrations.lengths import (
     LENGTHS,
     kept_lengths,
@@ -60,7 +59,7 @@ from omnibal.packs.padded import PaddedCollator, PaddedSampler
 from omnibal.packs.row_lengths import longest_row, refuse_long_rows
 from omnibal.packs.target_rows import base_of, language_of
 from omnibal.profile.records import ModelProfile
-from omnibal.ranks import gather, watch
+from omnibal.ranks import check_same, gather, watch
 
 PlannedCollator = PackCollator | PaddedCollator
 
@@ -284,8 +283,7 @@ def _lengths(
         lengths = kept_lengths(collator, dataset, Path(str(args.output_dir)) / LENGTHS, **options)
     if mixture is not None:
         lengths = with_sources(lengths, dataset)
-    hashes = [{"rank": rank, "lengths": found} for rank, found in enumerate(gather(lengths.content_hash))]
-    check_agreement(hashes, num_replicas=args.world_size)  # before what may fail on one rank alone
+    check_same({"lengths": lengths.content_hash})  # before what may fail on one rank alone
     return lengths
 
 

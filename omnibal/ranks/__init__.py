@@ -1,11 +1,13 @@
 """How the processes of a run agree: a failure on one rank is raised on all, and none is left waiting.
 
 `agreement` is for failures that a rank can report when all ranks meet, and the network that they meet by; `failures`
-for those between two meetings. `lost` names ranks that have ended, `watchdog` those at which nothing moves any more.
+for those between two meetings, and ranks that have ended; `watchdog` for ranks at which nothing moves any more.
 """
 
 from omnibal.ranks.agreement import (
+    Meeting,
     any_rank,
+    check_same,
     check_shared,
     gather,
     gloo_group,
@@ -22,7 +24,6 @@ from omnibal.ranks.failures import (
     naming_lost_ranks,
     watch,
 )
-from omnibal.ranks.meeting import Meeting
 from omnibal.ranks.watchdog import WORK, Watchdog
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Meeting",
     "Watchdog",
     "any_rank",
+    "check_same",
     "check_shared",
     "failures_reach_all_ranks",
     "gather",

@@ -2,7 +2,7 @@
 
 Python objects travel over gloo: NCCL would copy them to a device. While rank 0 does what takes long, the others wait
 on the store, since a collective would end at its time-out. Without a process group there is one rank, and nothing is
-sent. `new_gloo_group` tests that all hosts reach one another when the processes meet.
+sent.
 """
 
 import atexit
@@ -12,20 +12,24 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from itertools import count
+from math import inf
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, Final, NamedTuple, TypeVar
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store, _get_default_store, _set_pg_timeout
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 from omnibal.errors import ConfigError, OmnibalError
-from omnibal.ranks.failures import lost_ranks_named
+from omnibal.feeds.sampler import check_agreement
+from omnibal.ranks.failures import lost_ranks_named, watch
 
 T = TypeVar("T")
 LOG: Final = logging.getLogger(__name__)
@@ -34,6 +38,7 @@ SILENT_SECONDS: Final = 5  # work that takes less is not worth a line
 LATEST_SIGHT_SECONDS: Final = 30  # a network file system may show other hosts a new file so much later
 CONNECT_TIMEOUT: Final = timedelta(minutes=1)  # gloo tries for a few times as long
 WORK_TIMEOUT: Final = timedelta(hours=2)  # a process may read tens of gigabytes of weights meanwhile
+MEETING_TIMEOUT: Final = timedelta(minutes=30)  # torch's own for gloo: rank 0 may save a checkpoint meanwhile
 INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 _REMEDY: Final = f"set {INTERFACE} on every host to the network interface that leads to the others"
 
@@ -79,6 +84,16 @@ def gather(value: T | Exception, *, where: str | None = None, group: dist.Proces
     return gathered
 
 
+def check_same(record: Mapping[str, Any]) -> None:
+    """Refuse, on all ranks alike, a run whose ranks hold different values; the message names rank and key."""
+    digest = crc32(json.dumps(record, sort_keys=True, default=str).encode())
+    if len(set(gather(digest))) > 1:  # only now what may be long is sent
+        found = gather(record)
+        names = sorted({name for each in found for name in each})
+        records = [{"rank": rank, **{name: each.get(name) for name in names}} for rank, each in enumerate(found)]
+        check_agreement(records, num_replicas=len(found))
+
+
 def any_rank(is_so: bool, device: torch.device) -> bool:
     """Whether something is so on any rank, in one small all-reduce; all ranks together."""
     if not dist.is_initialized():
@@ -114,7 +129,7 @@ def rank_zero_only(work: Callable[[], T], *, doing: str, where: str | None = Non
         result = _attempt(work)
     with lost_ranks_named(where):
         if dist.get_rank() == 0:
-            store().set(turn, "")
+            _get_default_store().set(turn, "")
         else:
             _await(turn, doing)
     return gather(result, where=where)[0]
@@ -140,7 +155,7 @@ def _attempt(work: Callable[[], T]) -> T | Exception:
 def _await(turn: str, doing: str) -> None:
     """Wait for rank 0; only rank 1 says for what."""
     started, has_spoken = monotonic(), dist.get_rank() != 1
-    while not store().check([turn]):
+    while not _get_default_store().check([turn]):
         waited = monotonic() - started
         if waited > LONGEST_WAIT_SECONDS:
             raise OmnibalError(f"rank 0, which {doing}, must be done in {LONGEST_WAIT_SECONDS} seconds, got no word")
@@ -154,8 +169,19 @@ def check_shared(folder: Path, *, name: str, where: str | None = None) -> None:
     """Make ``folder`` and refuse it, as the setting ``name``, unless all hosts see what rank 0 writes into it."""
     # Rank 0 writes a file whose name nobody else can have; every rank says whether it sees the file; rank 0 removes it.
     token = folder / f".omnibal-{gather(uuid.uuid4().hex)[0]}"
-    rank_zero_only(lambda: _touch(token), doing=f"writes to {folder}", where=where)
-    seen = gather((socket.gethostname(), _is_seen(token)))
+
+    def touch() -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            token.touch()
+        except OSError as error:
+            raise ConfigError(f"{folder} must be a folder that can be written, got {error}") from error
+
+    rank_zero_only(touch, doing=f"writes to {folder}", where=where)
+    started = monotonic()
+    while not (is_seen := token.exists()) and monotonic() - started <= LATEST_SIGHT_SECONDS:
+        sleep(0.5)
+    seen = gather((socket.gethostname(), is_seen))
     if place()[0] == 0:
         token.unlink()
     blind = sorted({host for host, sees in seen if not sees})
@@ -167,21 +193,60 @@ def check_shared(folder: Path, *, name: str, where: str | None = None) -> None:
         )
 
 
-def _touch(path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    except OSError as error:
-        raise ConfigError(f"{path.parent} must be a folder that can be written, got {error}") from error
+class Meeting:
+    """Where the ranks of a group compare what each is about to do; all of them create it together.
 
+    They exchange data afterwards, which would fail or hang if they differed. Each rank learns the least and the
+    greatest record of all ranks in ⌈log₂ ranks⌉ small messages over gloo: 12 for 2560 ranks, where an all-gather in a
+    ring takes 2559 one after another.
+    """
 
-def _is_seen(path: Path) -> bool:
-    started = monotonic()
-    while not path.exists():
-        if monotonic() - started > LATEST_SIGHT_SECONDS:
-            return False
-        sleep(0.5)
-    return True
+    def __init__(self, among: dist.ProcessGroup | None = None) -> None:
+        self._group = new_gloo_group(among, timeout=MEETING_TIMEOUT)
+        self._ranks = dist.get_process_group_ranks(self._group)
+        self._own = self._ranks.index(dist.get_rank())
+        self._last: tuple[int, ...] = ()
+
+    def extremes(self, place: Sequence[int], details: Sequence[int] = ()) -> tuple[list[int], list[int]]:
+        """The least and the greatest record of all ranks, in the order of their numbers: place, details, rank.
+
+        Args:
+            place: Where this rank stands; later places are greater. Once a rank has left behind an earlier place
+                (`leave`), those that wait at this one end.
+            details: What is compared beside it; as many numbers on all ranks.
+        """
+        self._last = tuple(place)
+        least = greatest = [*place, *details, self._ranks[self._own]]
+        distance, num_ranks = 1, len(self._ranks)
+        while distance < num_ranks:
+            # Each rank sends what it knows to the rank at this distance behind it, and receives from the rank at this
+            # distance before it. After the round it knows of the 2 · distance ranks up to itself.
+            to, source = self._ranks[(self._own + distance) % num_ranks], self._ranks[self._own - distance]
+            received = torch.empty(2, len(least), dtype=torch.int64)
+            with watch().waiting_at(self._last):
+                try:
+                    sending = dist.isend(torch.tensor([least, greatest]), to, group=self._group)
+                    dist.recv(received, source, group=self._group)
+                    assert sending is not None, "this rank is a member of the group"
+                    sending.wait()
+                except RuntimeError as error:
+                    if (left := watch().left_before(self._last, inf)) is not None:
+                        raise ConfigError(f"all ranks must take part in each step, got {left}") from error
+                    with lost_ranks_named():
+                        raise
+            least, greatest = min(least, received[0].tolist()), max(greatest, received[1].tolist())
+            distance *= 2
+        return least, greatest
+
+    def leave(self, beginning: tuple[int, ...], received: tuple[int, ...]) -> None:
+        """Tell the ranks that will wait at a later place of this loop that this rank will not come.
+
+        Args:
+            beginning: A place before all others of the loop: where this rank stands if it has met nobody there.
+            received: The last place of the loop that this rank can come to.
+        """
+        with suppress(Exception):  # at the end of the process the store may be gone
+            watch().leave(max(self._last, beginning), max(self._last, received))
 
 
 class Host(NamedTuple):
@@ -189,11 +254,6 @@ class Host(NamedTuple):
 
     name: str
     address: str
-
-
-def store() -> Store:
-    """The store by which the processes met: it works without collectives, devices, and gloo."""
-    return _get_default_store()
 
 
 @cache
@@ -243,7 +303,10 @@ def check_addresses(hosts: Sequence[Host]) -> None:
     """Refuse, in a run on several hosts, one whose name leads to itself only, as ``127.0.1.1`` in ``/etc/hosts``."""
     for rank, (name, address) in enumerate(hosts):
         peer = next((host.name for host in hosts if host.name != name), None)
-        if peer is not None and _is_loopback(address):
+        is_loopback = False
+        with suppress(ValueError):  # an interface that is not there: gloo will say so
+            is_loopback = ipaddress.ip_address(address).is_loopback
+        if peer is not None and is_loopback:
             raise ConfigError(
                 f"rank {rank}: the name of host {name} must lead to an address that {peer} can reach, got {address}; "
                 + _REMEDY
@@ -255,12 +318,12 @@ def hosts_of(world: dist.ProcessGroup) -> list[Host]:
     """The hosts of all processes, by rank."""
     # By the store, since no connection between the hosts is tested yet: every rank writes its own host, rank 0 collects
     # them under one key, and everybody reads that (a get waits until the key is set).
-    own = f"omnibal/host/{dist.get_rank()}"
-    store().set(own, json.dumps(_this_host()))
+    store = _get_default_store()
+    store.set(f"omnibal/host/{dist.get_rank()}", json.dumps(_this_host()))
     if dist.get_rank() == 0:
-        records = [json.loads(store().get(f"omnibal/host/{rank}")) for rank in range(dist.get_world_size())]
-        store().set("omnibal/hosts", json.dumps(records))
-    hosts = [Host(*record) for record in json.loads(store().get("omnibal/hosts"))]
+        records = [json.loads(store.get(f"omnibal/host/{rank}")) for rank in range(dist.get_world_size())]
+        store.set("omnibal/hosts", json.dumps(records))
+    hosts = [Host(*record) for record in json.loads(store.get("omnibal/hosts"))]
     check_addresses(hosts)
     return hosts
 
@@ -278,10 +341,3 @@ def _this_host() -> Host:
         return Host(name, socket.gethostbyname(name))
     except OSError:  # gloo then takes the loopback address
         return Host(name, "127.0.0.1")
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:  # an interface that is not there: gloo will say so
-        return False

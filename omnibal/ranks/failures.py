@@ -5,7 +5,8 @@ A `Watch` looks at the store by which the ranks met, whose keys are the whole pr
 - ``failed`` counts failures. Whoever is the first to add one writes ``said``, the reason.
 - ``said`` is what every watch looks for. It adds one to ``heard``, and ends its process unless that fails by itself.
 - ``heard`` counts the ranks that know: the failed rank stays for them, since the store may end with its process.
-- ``roll`` asks who is there (`omnibal.ranks.lost`).
+- ``roll`` asks who is there, where an exchange has lost a peer: every rank answers once, by its watch while it waits in
+  an exchange itself; a rank that does not answer is lost.
 - ``left`` names a rank that has left a loop, and the last place of the loop that the rank can come to.
 
 Beside them lie the beats of `omnibal.ranks.watchdog`.
@@ -13,20 +14,21 @@ Beside them lie the beats of `omnibal.ranks.watchdog`.
 
 import json
 import os
+import re
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache, wraps
 from threading import Event, Thread
+from time import monotonic, sleep
 from types import TracebackType
 from typing import Any, Final, TypeVar, cast
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store, _get_default_store
 
-from omnibal.errors import OmnibalError, said
-from omnibal.ranks.lost import ROLL, answer, is_lost, look_seconds, lost, own_store
-from omnibal.ranks.watchdog import Watchdog
+from omnibal.errors import OmnibalError, said, shortened
+from omnibal.ranks.watchdog import BEAT, Note, Watchdog
 
 F = TypeVar("F", bound=Callable[..., Any])
 POLL_SECONDS: Final = 1.0
@@ -35,6 +37,17 @@ POLL_SECONDS: Final = 1.0
 GRACE_SECONDS: Final = 3.0
 PATIENCE_SECONDS: Final = 120.0  # a rank that has left a loop may still run the last micro-batch that it received
 FAILED, SAID, HEARD, LEFT = "omnibal/failed", "omnibal/said", "omnibal/heard", "omnibal/left"
+ROLL, _HERE, _COUNT = "omnibal/roll", "omnibal/here/{}", "omnibal/here"
+# What gloo and NCCL say where the process at the other end of a connection has gone; of the store torch has a class.
+LOST_MARKS: Final = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "Connection refused"),
+    *("Timed out waiting", "remote process exited", "communicator was aborted"),
+)
+LOOK_SECONDS: Final = 0.1  # how often watches look whether the roll is called; less often of many ranks
+RANKS_A_SECOND: Final = 1280  # that look at one store
+QUIET_SECONDS: Final = 0.5  # without a further answer, on top of some looks, the roll is over
+MOST_SECONDS: Final = 5.0  # a store whose host is gone may not answer at all
+MOST_NAMED: Final = 8
 
 
 @contextmanager
@@ -66,9 +79,9 @@ def lost_ranks_named(where: str | None = None) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not is_lost(error):
+        if not isinstance(error, dist.DistNetworkError) and not any(mark in str(error) for mark in LOST_MARKS):
             raise
-        text, watching = lost(error), watch()
+        text, watching = _lost(error), watch()
         watching.tell(OmnibalError(text), where)  # those that have not lost a peer themselves wait for this rank
         # Not from the error, whose text is a stack of C++.
         raise OmnibalError(f"{where or f'rank {dist.get_rank()}'}: {text}") from None
@@ -109,7 +122,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        self._store, self._has_answered = own_store(), False
+        self._store, self._has_answered = _own_store(), False
         self._has_failed = Event()
         self._waits: tuple[tuple[int, ...], float] | None = None  # the place that this rank waits at, and since when
         self._dog: Watchdog | None = None
@@ -138,9 +151,9 @@ class Watch:
         with suppress(Exception):  # the store has ended with its rank: this is not the first failure
             print(f"omnibal: {text}", file=sys.stderr, flush=True)  # before what other ranks say of it
             self._say(text)
-            ends = time.monotonic() + GRACE_SECONDS
-            while self._store.add(HEARD, 0) < self._num_ranks and time.monotonic() < ends:
-                time.sleep(POLL_SECONDS / 10)
+            ends = monotonic() + GRACE_SECONDS
+            while self._store.add(HEARD, 0) < self._num_ranks and monotonic() < ends:
+                sleep(POLL_SECONDS / 10)
 
     def _say(self, text: str) -> None:
         if self._store.add(FAILED, 1) == 1:  # the first failure is the cause of the others
@@ -149,7 +162,7 @@ class Watch:
     @contextmanager
     def waiting_at(self, place: tuple[int, ...]) -> Iterator[None]:
         """End this process if a rank that it waits for within has left behind an earlier place of the same loop."""
-        self._waits = place, time.monotonic()
+        self._waits = place, monotonic()
         try:
             yield
         finally:
@@ -179,15 +192,15 @@ class Watch:
         with suppress(Exception):  # the store has ended with its rank, as at the end of training
             while not self._store.check([SAID]):
                 dog = self._dog
-                time.sleep(look_seconds(self._num_ranks))
+                sleep(_look_seconds(self._num_ranks))
                 if not self._has_answered and self._store.check([ROLL]):
-                    answer(self._store, self._rank)
+                    _answer(self._store, self._rank)
                     self._has_answered = True
                 if dog is not None:
                     dog.visit(self._store)
                 if (waits := self._waits) is not None:
                     place, since = waits
-                    if (left := self.left_before(place, time.monotonic() - since)) is not None:
+                    if (left := self.left_before(place, monotonic() - since)) is not None:
                         self._say(f"all ranks must take part in each step, got {left}")
             text = self._store.get(SAID).decode()
             if not self._has_failed.is_set():
@@ -195,3 +208,98 @@ class Watch:
             self._store.add(HEARD, 1)
             if not self._has_failed.wait(GRACE_SECONDS):
                 os._exit(1)
+
+
+def _lost(error: Exception) -> str:
+    """What to say where an exchange has failed, since a rank has ended."""
+    # gloo puts the place in its code before what it has to say, and advice behind; torch adds its stack.
+    reason = re.sub(r"^\[\S+:\d+\] ", "", (str(error).splitlines() or [""])[0])
+    reason = re.split(r"\. (?:This|Did|Connection was) ", reason)[0].rstrip(".")
+    return f"all ranks must take part, got {shortened(reason)}; {_roll_in_words()}"
+
+
+def _own_store() -> Store:
+    """A connection to the store of this process's own: another one may be waiting for a peer."""
+    shared: Any = _get_default_store()
+    while hasattr(shared, "underlying_store"):  # torch wraps the store to put prefixes before its keys
+        shared = shared.underlying_store
+    connection: Store = shared.clone()
+    return connection
+
+
+def _look_seconds(num_ranks: int) -> float:
+    return min(max(LOOK_SECONDS, num_ranks / RANKS_A_SECOND), 1.0)
+
+
+def _answer(store: Store, rank: int) -> None:
+    if store.add(_HERE.format(rank), 1) == 1:
+        store.add(_COUNT, 1)
+
+
+class _Roll(Thread):
+    """Calls the roll; a thread, since nobody knows whether the store answers."""
+
+    there: list[int] | None = None  # None: the store has gone
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True, name="omnibal-calls-the-roll")
+        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self.seen = dict[int, str]()  # of ranks that do not answer, what they did last
+
+    def run(self) -> None:
+        with suppress(Exception):  # the store has ended with its process
+            store = _own_store()
+            store.set(ROLL, "")
+            _answer(store, self._rank)
+            self._wait(store)
+            there = [rank for rank in range(self._num_ranks) if store.check([_HERE.format(rank)])]
+            for rank in sorted({*range(self._num_ranks)} - {*there})[:MOST_NAMED]:
+                if store.check([BEAT.format(rank)]):
+                    _, note = json.loads(store.get(BEAT.format(rank)))
+                    self.seen[rank] = "" if note is None else f", last seen in {Note(*note).text()}"
+            self.there = there
+
+    def _wait(self, store: Store) -> None:
+        """Wait for the answers, no longer than further ones come."""
+        count, latest = 0, monotonic()
+        while monotonic() - latest < QUIET_SECONDS + 3 * _look_seconds(self._num_ranks):
+            before, count = count, store.add(_COUNT, 0)
+            if count >= self._num_ranks:
+                return
+            latest = monotonic() if count > before else latest
+            sleep(LOOK_SECONDS / 5)
+
+
+def _roll_in_words() -> str:
+    roll = _Roll()
+    roll.start()
+    roll.join(MOST_SECONDS)
+    remedy = "last lines say why, or the kernel's log if memory did not suffice"
+    if roll.there is None:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return "the launcher has ended, or its host is gone, and with it the store by which the ranks met"
+        return f"rank 0, which keeps the store by which the ranks met, has ended: its {remedy}"
+    missing = sorted({*range(dist.get_world_size())} - {*roll.there})
+    if not missing:
+        return "all ranks answer, so that the network between them has failed"
+    named = "; ".join(f"rank {rank}{roll.seen[rank]}" for rank in missing if roll.seen.get(rank))
+    was, does, its = "was" if len(roll.there) == 1 else "were", "does", "its"
+    if len(missing) > 1:
+        does, its = "do", "their"
+    return (
+        f"{ranks_in_words(roll.there)} {was} there last, {ranks_in_words(missing)} {does} not answer"
+        f"{f' ({named})' if named else ''}: {its} {remedy}"
+    )
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Ranks for a message.
+
+    >>> ranks_in_words([1]), ranks_in_words([0, 2, 3]), ranks_in_words(range(10))
+    ('rank 1', 'ranks 0, 2 and 3', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more')
+    """
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    named, more = list(map(str, ranks[:MOST_NAMED])), len(ranks) - MOST_NAMED
+    last = f"{more} more" if more > 0 else named.pop()
+    return f"ranks {', '.join(named)} and {last}"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Thread
 from time import monotonic, sleep
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
@@ -103,14 +103,10 @@ class Watchdog:
             others = [rank for rank in range(len(self._places)) if rank != self._rank]
             keys = [BEAT.format(rank) for rank in others]
             for rank, key in zip(others, keys, strict=True):
-                if store.check([key]):
-                    self._hear(rank, json.loads(store.get(key)))
-
-    def _hear(self, rank: int, beat: Any) -> None:
-        number, note = beat
-        if rank not in self._beats or self._beats[rank].number != number:
-            now = monotonic()
-            self._beats[rank] = Beat(number, note and Note(*[*note[:-1], now - note[-1]]), now)
+                number, beat = json.loads(store.get(key)) if store.check([key]) else (None, None)
+                if number is not None and (rank not in self._beats or self._beats[rank].number != number):
+                    heard = monotonic()
+                    self._beats[rank] = Beat(number, beat and Note(*[*beat[:-1], heard - beat[-1]]), heard)
 
     def _look(self) -> None:
         while not self.is_closed:
@@ -120,7 +116,10 @@ class Watchdog:
                 continue
             if note is not self._spoken_of:
                 self._spoken_of = note
-                self._say(f"{self._standing(note, now)}. {self._cause(now)}. {self._what_follows()}")
+                self._say(
+                    f"{self._standing(note, now)}. {self._cause(now)}. Ranks end with status {STALLED_STATUS} after "
+                    f"{ENDS_AFTER * self._seconds:g} s of this ({ENDS_AFTER} times omnibal.run.watchdog_seconds)"
+                )
             elif now - note.since > ENDS_AFTER * self._seconds and self._may_end(note, now):
                 self._say(f"{self._standing(note, now)}, and ends with status {STALLED_STATUS}. {self._cause(now)}")
                 os._exit(STALLED_STATUS)  # an exchange that waits can neither be finished nor interrupted
@@ -136,12 +135,6 @@ class Watchdog:
         stands = "waits for others" if note.waits else "has not moved on"
         text = note.text(lambda micro_batch: self._told(self._rank, micro_batch))
         return f"{self._places[self._rank]} {stands} since {now - note.since:.0f} s in {text}"
-
-    def _what_follows(self) -> str:
-        return (
-            f"Ranks end with status {STALLED_STATUS} after {ENDS_AFTER * self._seconds:g} s of this "
-            f"({ENDS_AFTER} times omnibal.run.watchdog_seconds)"
-        )
 
     def _cause(self, now: float) -> str:
         """The rank that holds up the others: one that is silent, else one that computes, else the longest to wait."""

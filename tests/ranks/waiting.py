@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from omnibal.errors import DataError, OmnibalError
 from omnibal.integrations.lengths import kept_lengths
@@ -23,7 +24,6 @@ from omnibal.ranks import (
     run_on_all_ranks,
     watch,
 )
-from omnibal.ranks.agreement import store
 
 
 def work_of_all_kinds(folder):
@@ -87,11 +87,11 @@ def lengths_that_ranks_keep(folder):
 
 def long_work_of_rank_zero():
     """What is said while rank 0 works, which it does until rank 1 has said something: so nobody is in a collective."""
-    said = []
+    said, store, where = [], _get_default_store(), f"rank {dist.get_rank()}"
     handler = logging.Handler()
-    handler.emit = lambda record: (said.append(record.getMessage()), store().set("said", record.getMessage()))
+    handler.emit = lambda record: (said.append(record.getMessage()), store.set("said", record.getMessage()))
     logging.getLogger(agreement.__name__).addHandler(handler)
-    rank_zero_only(lambda: store().wait(["said"]), doing="measures the samples", where=f"rank {dist.get_rank()}")
+    rank_zero_only(lambda: store.wait(["said"]), doing="measures the samples", where=where)
     logging.getLogger(agreement.__name__).removeHandler(handler)
     return said
 
