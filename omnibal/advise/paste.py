@@ -130,7 +130,7 @@ def offered_by(host: Host, *, has_targets: bool) -> tuple[Batching | Literal["he
 
 
 TARGET_ROWS: Final = (
-    "from omnibal.packs.target_rows import target_rows",
+    "from omnibal.packs.losses import target_rows",
     "target_rows(model)  # before the trainer",
 )
 

@@ -28,7 +28,6 @@ from omnibal.integrations.lengths import (
 )
 from omnibal.integrations.loops import PackLoader
 from omnibal.integrations.trainer.calibration import CalibratesCosts, measured_before
-from omnibal.integrations.trainer.evaluation import ExactEvaluation
 from omnibal.integrations.trainer.hooks import (
     EndsWhenAsked,
     PacksCallback,
@@ -39,6 +38,7 @@ from omnibal.integrations.trainer.hooks import (
     wants_all_gradients,
     worker_options,
 )
+from omnibal.integrations.trainer.loss import ExactEvaluation, StepLoss
 from omnibal.integrations.trainer.rearranging import rearrange_samples
 from omnibal.integrations.trainer.settings import (
     batch_size_of,
@@ -51,13 +51,12 @@ from omnibal.integrations.trainer.settings import (
 )
 from omnibal.integrations.trainer.steps import AskedSteps, Costs, compare, counted_profile, describe, fit_step
 from omnibal.integrations.trainer.streams import pack_stream
-from omnibal.packs.collator import FAMILIES, PackCollator, arguments_of, positions_of
+from omnibal.packs.collator import FAMILIES, PackCollator, arguments_of, language_of, positions_of, without_adapters
 from omnibal.packs.encoders import encode_in_every_evaluation
 from omnibal.packs.loading import PackedView, PackSampler
-from omnibal.packs.losses import Reduction, StepLoss
+from omnibal.packs.losses import Reduction
 from omnibal.packs.padded import PaddedCollator, PaddedSampler
 from omnibal.packs.row_lengths import longest_row, refuse_long_rows
-from omnibal.packs.target_rows import base_of, language_of
 from omnibal.profile.records import ModelProfile
 from omnibal.ranks import check_same, gather, watch
 
@@ -262,7 +261,7 @@ def _begin(trainer: Trainer) -> None:
         ExactEvaluation(trainer).install()
     if layout_of(trainer) in ("zero3", "fsdp") and trainer.args.world_size > 1:
         with suppress(ConfigError):  # of a model whose encoders nobody has described
-            encode_in_every_evaluation(base_of(trainer.accelerator.unwrap_model(trainer.model)))
+            encode_in_every_evaluation(without_adapters(trainer.accelerator.unwrap_model(trainer.model)))
 
 
 def _collator_of(trainer: Trainer, padded: bool) -> Callable[..., PlannedCollator]:

@@ -73,9 +73,21 @@ def videos_of(positions: Positions | None) -> int | None:
 
 def arguments_of(model: Any) -> frozenset[str] | None:
     """Names that a model's forward pass takes; None where it does not name them."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    names = frozenset(signature(type(base).forward).parameters)  # an instance's own forward may be a host's wrapper
+    # An instance's own forward may be a host's wrapper.
+    names = frozenset(signature(type(without_adapters(model)).forward).parameters)
     return names if "input_ids" in names else None
+
+
+def without_adapters(model: Any) -> Any:
+    """The model within peft's, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def language_of(model: Any) -> Any:
+    """The LLM within a model of transformers; None where none has that name."""
+    names = ("language_model", "text_model")
+    found = (module for name, module in without_adapters(model).named_modules() if name.rpartition(".")[2] in names)
+    return next(found, None)
 
 
 def refuse_missing(fields: Mapping[str, Any], arguments: frozenset[str] | None) -> None:

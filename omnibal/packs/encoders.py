@@ -24,12 +24,13 @@ from omnibal.packs.collator import (
     PER_VIDEO,
     arguments_of,
     as_one_row,
+    language_of,
     positions_of,
     sounds_of,
     videos_of,
+    without_adapters,
 )
 from omnibal.packs.leaks import plain_words
-from omnibal.packs.target_rows import base_of, language_of
 
 IMAGE: Final = tuple(name for name in PER_IMAGE if name not in (*PER_VIDEO, *PER_SOUND))
 VIDEO: Final = ("pixel_values_videos", "video_grid_thw")
@@ -256,7 +257,7 @@ def known_phases(model: Any) -> list[str]:
 
 def blank_samples(model: Any) -> list[dict[str, Tensor]]:
     """A text and the smallest sample of each other kind, for Qwen's models that see videos or hear; else none."""
-    model = base_of(model)
+    model = without_adapters(model)
     if "sound" not in known_phases(model) and videos_of(positions_of(model.config)) is None:
         return []
     # Of patches the fewest that make a token; of sound a convolution and a pooling halve the frames.

@@ -1,28 +1,25 @@
-"""The loss of a step, exact over all of its packs: of target tokens, weighed or not, and of a router."""
+"""Losses of packs: of target tokens, weighed or not; of a router; and from the rows alone that predict a target."""
 
-import sys
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
-from itertools import zip_longest
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import torch
-from packaging.version import Version
 from torch import Tensor
 from torch.nn import functional
 
 from omnibal.errors import ConfigError
 from omnibal.formats.collate import IGNORED
-from omnibal.packs.collator import FAMILIES, vary_lengths
+from omnibal.loss import summed_loss
+from omnibal.packs.collator import without_adapters
 
 Reduction = Literal["token", "sample", "square"]
 POWERS: Final[Mapping[Reduction, float]] = MappingProxyType({"token": 0.0, "sample": 1.0, "square": 0.5})
 """A target token of a sample with n targets weighs n^-power; named as InternVL's ``loss_reduction``."""
-ROUTED: Final = ("qwen3_vl_moe",)  # model types whose router's loss is known to be router_loss
-SFT_FLOOR: Final = "1.16"  # the oldest TRL in the tests: its loss is called with the target tokens of the whole step
-LEAST: Final = 1e-8  # divisor of a step without any target, whose loss is then 0 rather than not a number
+BEHIND_HEADS: Final = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+"""Settings by which models change logits between head and loss."""
 
 
 def loss_per_target(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -37,10 +34,10 @@ def loss_per_target(outputs: Any, labels: Tensor, num_items_in_batch: Any = None
             "omnibal.integrations.transformers.balance adds the router's"
         )
     total = (labels[:, 1:] != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
-    return _cross_entropy(outputs, labels).sum() / max(total, 1)
+    return cross_entropy(outputs, labels).sum() / max(total, 1)
 
 
-def _cross_entropy(outputs: Any, labels: Tensor) -> Tensor:
+def cross_entropy(outputs: Any, labels: Tensor) -> Tensor:
     """Cross entropy of each target token, in the order of tokens."""
     targets = labels[:, 1:]
     counted = targets != IGNORED
@@ -106,123 +103,161 @@ def _targets_of_sample(batch: Mapping[str, Any]) -> Tensor:
     return torch.bincount(sample[batch["labels"] != IGNORED], minlength=int(sample.max()) + 1)[sample]
 
 
-def works_on_targets(trainer: Any) -> bool:
-    """Whether the head of a transformers.Trainer's model works on target rows alone under ``StepLoss``."""
-    # A compiled graph cannot hold gradients that are made in a forward pass; a tensor-parallel rank has a part of the
-    # words and knows no loss; of models outside of FAMILIES nobody has shown that the loss gets what the head gives;
-    # Gemma 4 bounds it before.
-    config = trainer.accelerator.unwrap_model(trainer.model).config
-    known = config.model_type in FAMILIES and getattr(config.get_text_config(), "final_logit_softcapping", None) is None
-    return not trainer.args.torch_compile and trainer.get_tp_size() == 1 and known
+def target_rows(model: Any) -> None:
+    """Let a model compute its training loss from target rows alone: less time in its head, and never all logits.
+
+    Call it once, after adapters have been put into the model and before the model is wrapped or sharded. What the
+    model gets and the loss it gives stay, gradients and ``num_items_in_batch`` included, so a ``Trainer`` or a loop
+    goes on as it is. It gives no ``logits`` where it trains and has labels; without labels, and in evaluation, it does
+    as ever. ``balance`` does the like by itself.
+
+    Args:
+        model: A causal language model or an image-text model of transformers, or peft's model of one.
+
+    Raises:
+        ConfigError: Its head, or its loss, is not one that this can stand for; in the first step where only the step
+            shows it.
+    """
+    base = without_adapters(model)
+    _check_head(base)
+    rows = _TargetRows(base)
+    base.loss_function = rows.loss
+    base.register_forward_pre_hook(rows.begin, with_kwargs=True)
+    base.register_forward_hook(rows.end)
 
 
-def keeps_sft_loss(trainer: Any) -> bool:
-    """Whether a trainer is TRL's SFTTrainer with its own loss, which divides by the target tokens of the step."""
-    module = sys.modules.get("trl.trainer.sft_trainer")  # not imported for trainers of other kinds
-    if module is None or not isinstance(trainer, module.SFTTrainer):
-        return False
-    methods = ("compute_loss", "training_step", "log")
-    is_own = all(getattr(type(trainer), name) is getattr(module.SFTTrainer, name) for name in methods)
-    # Older versions hand the loss to the model.
-    return is_own and Version(version("trl")) >= Version(SFT_FLOOR)
+def _check_head(model: Any) -> None:
+    """Check that the loss gets what the head gives, as far as can be seen without a step."""
+    from transformers import PreTrainedModel  # hosts may lack transformers
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(f"model must be one of transformers' for target_rows, got {type(model).__name__}")
+    # The names that the code of forward uses: transformers' decorators wrap it.
+    name, used = type(model).__name__, inspect.unwrap(type(model).forward).__code__.co_names
+    if not {"lm_head", "loss_function"} <= set(used) or not hasattr(model, "lm_head"):
+        raise ConfigError(f"model must hand what lm_head gives to loss_function, got {name}, which does not")
+    if "forward" in vars(model.lm_head):
+        raise ConfigError("lm_head must have its own forward, got one that is replaced; call target_rows once")
+    if model.loss_function is not ForCausalLMLoss:
+        raise ConfigError(f"loss_function must be transformers' ForCausalLMLoss, got {model.loss_function} of {name}")
+    for config in (model.config, model.config.get_text_config()):
+        for setting in BEHIND_HEADS:
+            value = getattr(config, setting, None)
+            if value not in (None, 1, 1.0):
+                raise ConfigError(f"{setting} must be None or 1, got {value}; {name} changes logits behind its head")
 
 
-class StepLoss:
-    """The loss of a transformers.Trainer's step: Σ weight · loss / Σ weight over target tokens of all ranks and packs.
+class HeadOnTargets:
+    """Takes the place of a model's head: where there are targets, it gives the sum of their losses for logits.
 
-    A router's loss is that of each pack, times the pack's share of the step's tokens that count. It is not taken over
-    the whole step: the first backward pass would wait for the last forward pass.
+    Args:
+        targets: Called with each forward pass of the head: (the token that each row predicts, ``IGNORED`` for none,
+            shape (batch, tokens); how much each counts, or None for once), or None for logits as ever.
     """
 
-    def __init__(self, trainer: Any, reduction: Reduction) -> None:
-        if reduction not in POWERS:
-            raise ConfigError(f"loss_reduction must be one of {', '.join(POWERS)}, got {reduction!r}")
-        config = trainer.accelerator.unwrap_model(trainer.model).config
-        text = config.get_text_config()
-        self.routes = bool(getattr(text, "output_router_logits", False))
-        self._keeps_loss = keeps_sft_loss(trainer)
-        if self._keeps_loss and (self.routes or reduction != "token"):
-            name, found = ("loss_reduction", reduction) if reduction != "token" else ("output_router_logits", True)
-            expected = "'token'" if reduction != "token" else "False (router_aux_loss_coef=0)"
-            raise ConfigError(f"{name} must be {expected} for an SFTTrainer, which keeps its own loss, got {found!r}")
-        if self.routes:
-            if config.model_type not in ROUTED:
-                raise ConfigError(
-                    f"output_router_logits must be False for a model_type other than {', '.join(ROUTED)}, got True for "
-                    f"{config.model_type!r}; nobody has shown that its router's loss is the one of Switch Transformers"
-                )
-            self._top_k, self._factor = text.num_experts_per_tok, text.router_aux_loss_coef
-        self._trainer, self._reduction = trainer, reduction
-        self._draw, self._compute = trainer.get_batch_samples, trainer.compute_loss
-        # Filled by draw, a tensor for each micro-batch of the step, and emptied by the loss in the same order.
-        self._weights, self._routed = deque[Tensor](), deque[Tensor]()
-        self._routed_of_step = torch.zeros(())
-        self._tokens = 0  # of all steps that were drawn, on all ranks
-        self._head: Any = None  # of the micro-batch that is computed, where it works on target rows alone
+    def __init__(self, model: Any, targets: Callable[[], tuple[Tensor, Tensor | None] | None]) -> None:
+        self._head, self._logits, self._targets = model.lm_head, model.lm_head.forward, targets
+        self._given: tuple[int, int] | None = None  # (data_ptr, version) of the sum that was given last
+        self.is_used = False  # whether the output that ``look`` saw last has such a sum for its logits
+        vars(model.lm_head)["forward"] = self
 
-    def install(self) -> None:
-        """Let the trainer train with this loss."""
-        vars(self._trainer).update(get_batch_samples=self.draw, compute_loss=self.compute)
-        if self._keeps_loss:
-            self._trainer.loss_is_scaled_for_ga = True  # by the target tokens of the step
-        else:
-            self._trainer.compute_loss_func = self
-
-    def compute(self, model: Any, inputs: dict[str, Any], *others: Any, **options: Any) -> Any:
-        """In the place of ``compute_loss``: in training the model's head works on target rows alone, if it can."""
-        if self._trainer.args.torch_compile:
-            vary_lengths(inputs)
-        if self._keeps_loss:
-            loss = self._compute(model, inputs, *others, **options)
-            if self._trains():  # SFTTrainer counts a token once where its positions have several rows
-                self._trainer._total_train_tokens = self._tokens
-                self._trainer._metrics["train"]["num_tokens"] = [self._tokens]
-            return loss
-        if not self._trains():
-            self._trainer.compute_loss_func = None  # evaluation is Trainer's own, with the model's own loss
-            try:
-                return self._compute(model, inputs, *others, **options)
-            finally:
-                self._trainer.compute_loss_func = self
-        if not works_on_targets(self._trainer):
-            return self._compute(model, inputs, *others, **options)
-        from omnibal.packs.target_rows import base_of, head_on_targets  # hosts may lack transformers
-
-        base = base_of(self._trainer.accelerator.unwrap_model(self._trainer.model))
-        weights = None if self._reduction == "token" else functional.pad(self._weights[0], (0, 1))
-        targets = functional.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED), weights
-        # Outside of the block the model is what it was: to be copied, saved, evaluated or given to another trainer.
-        with head_on_targets(base, targets) as self._head:
-            return self._compute(model, inputs, *others, **options)
-
-    def _trains(self) -> bool:
-        # Trainer may evaluate within a step, or end before all micro-batches that were drawn are computed.
-        return bool(self._weights) and torch.is_grad_enabled()
-
-    def draw(self, iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
-        """In the place of ``get_batch_samples``: a step's micro-batches, and Σ weight of all ranks as their tokens."""
-        batches, _ = self._draw(iterator, num_batches, device)
-        self._weights = deque(token_weights(batch, self._reduction)[:, 1:].to(device) for batch in batches)
-        self._routed = deque(routed_tokens(batch).flatten().to(device) for batch in batches if self.routes)
-        tokens = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum() for batch in batches]
-        totals = torch.zeros(3, device=device)
-        for step in zip_longest(self._weights, self._routed, tokens, fillvalue=totals.new_zeros(())):
-            totals += torch.stack([of_batch.sum().to(device) for of_batch in step])
-        if self._trainer.args.world_size > 1:
-            totals = self._trainer.accelerator.gather(totals[None]).sum(0) / self._trainer.get_tp_size()
-        total, self._routed_of_step, tokens_of_step = totals
-        self._tokens += int(tokens_of_step)
-        return batches, total
-
-    def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        """In the place of ``compute_loss_func``, in training."""
-        weights, head = self._weights.popleft()[labels[:, 1:] != IGNORED], self._head
-        sums = head is not None and head.is_used
-        losses = outputs["logits"] if sums else _cross_entropy(outputs, labels) * weights
-        loss: Tensor = losses.sum() / num_items_in_batch.clamp(min=LEAST)
-        if self.routes:
-            counted = self._routed.popleft()
-            if counted.any():
-                share = counted.sum() / self._routed_of_step
-                loss = loss + self._factor * share * router_loss(outputs["router_logits"], counted, self._top_k)
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits, or the sum of losses as logits of one row and one word."""
+        targets, self._given = self._targets(), None
+        if targets is None:
+            logits: Tensor = self._logits(hidden)
+            return logits
+        labels = targets[0].to(hidden.device)
+        if hidden.shape[:-1] != labels.shape:
+            raise ConfigError(
+                f"labels must be of all rows, {tuple(hidden.shape[:-1])}, got {tuple(labels.shape)}; "
+                "leave logits_to_keep out"
+            )
+        wanted = labels != IGNORED
+        weights = None if targets[1] is None else targets[1].to(hidden.device)[wanted]
+        parameters = list(self._head.parameters())
+        loss = summed_loss(self._logits, parameters, hidden[wanted], labels[wanted], weights).view(1, 1, 1)
+        self._given = loss.data_ptr(), loss._version
         return loss
+
+    def has_given(self, logits: Any) -> bool:
+        """Whether logits are a sum of losses; refuses logits that were changed since the head gave a sum."""
+        if self._given is None:
+            return False
+        if not isinstance(logits, Tensor) or (logits.data_ptr(), logits._version) != self._given:
+            raise ConfigError("lm_head's logits must reach the loss unchanged under target_rows, got changed ones")
+        return True
+
+    def look(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
+        """Hook behind the model's own forward pass."""
+        self.is_used = self.has_given(getattr(output, "logits", None))
+
+
+@contextmanager
+def head_on_targets(model: Any, targets: tuple[Tensor, Tensor | None]) -> Iterator[HeadOnTargets]:
+    """Within the block, a model's head gives the sum of its targets' losses; then the model is what it was.
+
+    Yields:
+        The head; ``is_used`` tells, when the model's forward pass is done, whether the output's logits are that sum.
+    """
+    own = vars(model.lm_head)
+    before = {name: value for name, value in own.items() if name == "forward"}
+    head = HeadOnTargets(model, lambda: targets)
+    # prepend: before other hooks, which may copy the output.
+    seen = model.register_forward_hook(head.look, prepend=True)
+    try:
+        yield head
+    finally:
+        seen.remove()
+        del own["forward"]
+        own.update(before)
+
+
+class _TargetRows:
+    """Takes labels to the head, and the sum from the head to the loss, in each forward pass of a model."""
+
+    def __init__(self, model: Any) -> None:
+        self._signature, self._plain_loss = inspect.signature(type(model).forward), model.loss_function
+        self._labels: Tensor | None = None
+        self._is_used = False
+        self._head = HeadOnTargets(model, self._targets)
+
+    def _targets(self) -> tuple[Tensor, None] | None:
+        # No lambda in __init__: a copy of the model would share it with the original.
+        return None if self._labels is None else (self._labels, None)
+
+    def begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Hook before the model's forward pass: keep its labels, shifted."""
+        given = self._signature.bind_partial(model, *args, **kwargs).arguments
+        given |= given.get("kwargs", {})
+        labels, self._labels, self._is_used = given.get("labels"), None, False
+        if labels is None or not model.training or not torch.is_grad_enabled():
+            return
+        shifted = given.get("shift_labels")
+        self._labels = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:] if shifted is None else shifted
+
+    def loss(
+        self, logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **options: Any
+    ) -> Tensor:
+        """In the place of the model's loss, which stays where the head gave logits."""
+        if self._labels is None or not self._head.has_given(logits):
+            plain: Tensor = self._plain_loss(logits, labels, vocab_size, num_items_in_batch, **options)
+            return plain
+        if options.get("ignore_index", IGNORED) != IGNORED:
+            raise ConfigError(f"ignore_index must be {IGNORED} under target_rows, got {options['ignore_index']}")
+        self._is_used = True
+        total = (self._labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+        return logits.sum() / (total.to(logits.device) if isinstance(total, Tensor) else total)
+
+    def end(self, model: Any, args: tuple[Any, ...], output: Any) -> Any:
+        """Hook behind the model's forward pass: drop the sum that stands for logits from the output."""
+        if self._labels is None:
+            return None
+        self._labels = None
+        if not self._is_used or not isinstance(output, dict):
+            raise ConfigError(
+                "model must compute its loss by loss_function from lm_head, and return a dict, under target_rows, "
+                f"got {type(output).__name__} of {type(model).__name__}"
+            )
+        return type(output)(**{name: value for name, value in output.items() if name != "logits"})

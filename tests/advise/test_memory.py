@@ -14,7 +14,7 @@ from omnibal.cost import Load
 from omnibal.device import DEVICES
 from omnibal.families.parts import text_records
 from omnibal.memory.footprint import loss_bytes
-from omnibal.packs.target_rows import target_rows
+from omnibal.packs.losses import target_rows
 from omnibal.profile.counted import analytic_profile
 from omnibal.vlm.passes import StorageMeter
 

@@ -32,10 +32,11 @@ from omnibal.data.packs import Packs
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.loops import balanced_loader, replace_loader
 from omnibal.integrations.trainer.hooks import memory_of, wants_all_gradients
+from omnibal.integrations.trainer.loss import StepLoss, works_on_targets
 from omnibal.integrations.trainer.settings import SETTINGS, batch_size_of, recompute_of, refuse_settings, replicas_of
 from omnibal.integrations.trainer.steps import counted_profile
 from omnibal.integrations.transformers import balance, rearrange
-from omnibal.packs.losses import StepLoss, loss_per_target, works_on_targets
+from omnibal.packs.losses import loss_per_target
 from omnibal.processes import ENDS
 from tests.engine.launch import launch
 from tests.integrations.items import Collate, config_of, items_of

@@ -24,8 +24,8 @@ from omnibal.integrations.trainer.calibration import FILE, better_cost
 from omnibal.integrations.trainer.hooks import PacksCallback, TrainedStep
 from omnibal.integrations.trainer.steps import counted_profile
 from omnibal.integrations.transformers import balance
+from omnibal.packs.collator import language_of
 from omnibal.packs.loading import PackSampler
-from omnibal.packs.target_rows import language_of
 from omnibal.profile.calibration import STEPS, Calibration, TimedPass, calibrate, parts_of, sizes_of
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import every_layer

@@ -24,7 +24,8 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.integrations.trainer.steps import fit_step, module_of
 from omnibal.integrations.transformers import balance
-from omnibal.packs.target_rows import base_of, language_of, target_rows
+from omnibal.packs.collator import language_of, without_adapters
+from omnibal.packs.losses import target_rows
 from tools.dropin.ways import Task, by_tokens, default, group_by_length
 from tools.gpu.jobs import FULL, Jobs
 from tools.gpu.layers import counted_device
@@ -239,10 +240,10 @@ class Run:
 
     def _mfu(self, model: Any, clock: Clock) -> Row:
         """Model FLOPs utilization: of weights that are trained 6 times parameters times tokens."""
-        config = base_of(model).config
+        config = without_adapters(model).config
         patches = (config.vision_config.image_size[0] // config.vision_config.patch_size[0]) ** 2 + 1
         sizes = {"vision": 0, "language": 0}
-        embedding = base_of(model).get_input_embeddings().weight
+        embedding = without_adapters(model).get_input_embeddings().weight
         for name, weight in model.named_parameters():
             part = module_of(name)
             # A head that is tied to the embedding multiplies; an embedding that is not only looks up.
@@ -269,7 +270,7 @@ def with_adapters(model: Any) -> Any:
 def blocks_of(model: Any) -> tuple[list[Any], list[Any]]:
     """Blocks of the ViT and of the LLM, each of which may recompute."""
     language = {id(module) for module in language_of(model).modules()}
-    blocks = [module for module in base_of(model).modules() if hasattr(module, "gradient_checkpointing")]
+    blocks = [module for module in without_adapters(model).modules() if hasattr(module, "gradient_checkpointing")]
     blocks = [block for block in blocks if isinstance(block, GradientCheckpointingLayer)]
     return [b for b in blocks if id(b) not in language], [b for b in blocks if id(b) in language]
 

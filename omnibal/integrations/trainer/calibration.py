@@ -16,8 +16,8 @@ from omnibal.errors import ConfigError, reporting, said
 from omnibal.integrations.trainer.hooks import PacksCallback
 from omnibal.integrations.trainer.settings import recompute_of, replicas_of
 from omnibal.integrations.trainer.steps import SOUND, Costs, Gains, first_steps, samples_per_step, step_seconds
+from omnibal.packs.collator import language_of
 from omnibal.packs.loading import PackSampler
-from omnibal.packs.target_rows import language_of
 from omnibal.profile.calibration import (
     MOST_PASSES,
     STEPS,

@@ -22,11 +22,11 @@ from omnibal.data.packing_spec import OF, in_words
 from omnibal.device import Device
 from omnibal.errors import ConfigError, reporting
 from omnibal.feeds.sampler import MOST_SHOWN
+from omnibal.integrations.trainer.loss import works_on_targets
 from omnibal.integrations.trainer.settings import layout_of, recompute_of, replicas_of
 from omnibal.integrations.trainer.steps import Costs, Waiting, module_of
 from omnibal.packs.collator import PackCollator
 from omnibal.packs.loading import PackSampler
-from omnibal.packs.losses import works_on_targets
 from omnibal.packs.padded import PaddedSampler
 from omnibal.packs.proof import check_packed
 from omnibal.processes import EndRequest, leave_ends_to_parent

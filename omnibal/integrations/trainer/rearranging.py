@@ -19,15 +19,20 @@ from omnibal.errors import ConfigError, reporting
 from omnibal.integrations.rearranging import Drawn, Phases
 from omnibal.integrations.rearranging_loader import RearrangingLoader, counted_costs
 from omnibal.integrations.trainer.hooks import RecipeCallback, add_recipe, check_model, worker_options
-from omnibal.integrations.trainer.settings import batch_size_of, data_seed, layout_of, recompute_of, replicas_of
+from omnibal.integrations.trainer.settings import (
+    batch_size_of,
+    data_seed,
+    keeps_sft_loss,
+    layout_of,
+    recompute_of,
+    replicas_of,
+)
 from omnibal.integrations.trainer.streams import PlacedBatches, Stream, as_it_is, keep_place
-from omnibal.packs.collator import PackCollator, arguments_of, positions_of
+from omnibal.packs.collator import PackCollator, arguments_of, positions_of, without_adapters
 from omnibal.packs.encoders import EncoderAdapter, encoders_of
-from omnibal.packs.losses import keeps_sft_loss
 from omnibal.packs.padded import RowCollator
 from omnibal.packs.proof import two_texts
 from omnibal.packs.row_lengths import refuse_long_rows
-from omnibal.packs.target_rows import base_of
 
 
 class DatasetDraws:
@@ -77,7 +82,7 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
     for name, (holds, expected, value) in settings.items():
         if not holds:
             raise ConfigError(f"{name} must be {expected} to rearrange samples, got {value}")
-    model = base_of(trainer.accelerator.unwrap_model(trainer.model))
+    model = without_adapters(trainer.accelerator.unwrap_model(trainer.model))
     if not padded:
         refuse_long_rows(model, limits)
     positions = positions_of(model.config)

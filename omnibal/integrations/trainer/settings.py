@@ -6,6 +6,7 @@ No transformers is imported before a Trainer of transformers 5 is checked: ``rep
 import sys
 from collections.abc import Mapping
 from copy import copy
+from importlib.metadata import version
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -13,12 +14,12 @@ from packaging.version import Version
 
 from omnibal.advise.wait import Sharding
 from omnibal.errors import ConfigError
-from omnibal.packs.losses import keeps_sft_loss
 from omnibal.profile.records import Level
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
+SFT_FLOOR: Final = "1.16"  # the oldest TRL in the tests: its loss is called with the target tokens of the whole step
 FLOOR: Final = "5.23"  # the oldest transformers that the tests run with: balance changes what Trainer does inside
 COUNTED_BY_ACCELERATE: Final = "4.52"  # before it, Accelerate divides losses by the micro-batches of a step
 
@@ -166,6 +167,17 @@ def _refuse_shared_ranks(trainer: "Trainer") -> None:
             )
 
 
+def keeps_sft_loss(trainer: Any) -> bool:
+    """Whether a trainer is TRL's SFTTrainer with its own loss, which divides by the target tokens of the step."""
+    module = sys.modules.get("trl.trainer.sft_trainer")  # not imported for trainers of other kinds
+    if module is None or not isinstance(trainer, module.SFTTrainer):
+        return False
+    methods = ("compute_loss", "training_step", "log")
+    is_own = all(getattr(type(trainer), name) is getattr(module.SFTTrainer, name) for name in methods)
+    # Older versions hand the loss to the model.
+    return is_own and Version(version("trl")) >= Version(SFT_FLOOR)
+
+
 def layout_of(trainer: Any) -> Sharding:
     """How the trainer's ranks share their work."""
     if trainer.is_deepspeed_enabled:
@@ -209,8 +221,8 @@ def set_micro_batches(trainer: Any, micro_batches: int) -> None:
     found = trainer.args.gradient_accumulation_steps
     if micro_batches == found:
         return
-    version = getattr(sys.modules.get("transformers"), "__version__", COUNTED_BY_ACCELERATE)
-    if Version(version) < Version(COUNTED_BY_ACCELERATE) and trainer.accelerator.gradient_accumulation_steps == found:
+    own = Version(getattr(sys.modules.get("transformers"), "__version__", COUNTED_BY_ACCELERATE))
+    if own < Version(COUNTED_BY_ACCELERATE) and trainer.accelerator.gradient_accumulation_steps == found:
         trainer.accelerator.gradient_accumulation_steps = micro_batches
     trainer.args = copy(trainer.args)
     trainer.args.gradient_accumulation_steps = micro_batches
