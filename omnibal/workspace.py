@@ -23,6 +23,7 @@ from omnibal.device import Device
 from omnibal.errors import ConfigError, DataError
 from omnibal.families.base import LayerRecord, vision_unit_of
 from omnibal.families.cuts import check_degree
+from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.units import check_units
 from omnibal.plan import Plan
 from omnibal.profile.calibration import Calibration
@@ -458,9 +459,15 @@ class Workspace:
         self.say(f"omnibal.packing.samples_per_step is {asked}, a step of the plan has all {len(self.lengths)} samples")
         return len(self.lengths)
 
-    def resolve_plan(self, records: Sequence[LayerRecord], layout: Layout, lengths: SampleLengths | None) -> Plan:
+    def resolve_plan(
+        self,
+        records: Sequence[LayerRecord],
+        layout: Layout,
+        lengths: SampleLengths | None,
+        partition: Partition | None = None,
+    ) -> Plan:
         """The plan that a run on these layers and ranks follows; ``lengths`` None: samples of a stream."""
-        return resolve_plan(self.config, self.section, self.named_plan, records, layout, lengths)
+        return resolve_plan(self.config, self.section, self.named_plan, records, layout, lengths, partition)
 
 
 def devices_at_hand() -> Cluster | None:

@@ -84,15 +84,17 @@ def resolve_plan(
     records: Sequence[LayerRecord],
     layout: Layout,
     lengths: SampleLengths | None,
+    partition: Partition | None = None,
 ) -> Plan:
     """The plan that training follows: the one that the ds_config names, or what its keys spell out.
 
     Args:
         lengths: The samples' lengths, from which limits are chosen; None for streams.
+        partition: `partition_of` the same run, where it is known.
     """
     pipeline, packing, frozen = section.pipeline, section.packing, section.model.frozen
     micro_batches, parts = micro_batches_of(config, named), check_frozen(records, frozen)
-    partition = partition_of(section, named, records, layout)
+    partition = partition or partition_of(section, named, records, layout)
     # A named plan takes the place of partition, recompute and limits; what was predicted of it must be of this run.
     if named is not None:
         if "frozen" in named.made_from:  # times and memory are other ones where other layers are trained

@@ -6,7 +6,6 @@ other, the ranks that pass micro-batches to each other are those whose replica i
 """
 
 import logging
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -22,19 +21,13 @@ from deepspeed.runtime.pipe.topology import (
 )
 
 from omnibal.cluster import Cluster, Layout
-from omnibal.config import dtype_of, micro_batches_of
 from omnibal.cost import Load
-from omnibal.engine.reduction import check_exchanged
 from omnibal.engine.resolve import ResolvedRun
 from omnibal.errors import ConfigError, reporting
-from omnibal.families.cuts import check_degree
-from omnibal.pipeline.partition import Partition
-from omnibal.pipeline.units import unit_schedule
 from omnibal.profile.counted import analytic_profile
 
 LOG: Final = logging.getLogger(__name__)
 PACK_TOKENS: Final = 4096  # of the pack that a warning tells the time of
-SHARED: Final = "where tensor ranks share layers"
 Pair = tuple[int, int]
 """A rank, and one of the next stage."""
 
@@ -133,45 +126,6 @@ class UnequalGrid(PipelineParallelGrid):
         return int(self._topo.get_rank(pipe=stage_id, data=replica % self._topo.replicas[stage_id]))
 
 
-def check_unit_run(resolved: ResolvedRun, partition: Partition) -> None:
-    """Refuse what units cannot run; a layout without an encoder of its own passes."""
-    layout, config = resolved.layout, resolved.config
-    if not layout.has_units:
-        return
-    unit_schedule(layout, micro_batches_of(config), "1f1b")  # replicas and micro-batches
-    where = "where the encoder has replicas of its own"
-    num_tensor = max(layout.shape(stage)[1] for stage in range(layout.num_stages))
-    if num_tensor > 1:
-        raise ConfigError(f"num_tensor must be 1 {where}, got {num_tensor}")
-    if config.get("prescale_gradients") or config.get("gradient_predivide_factor", 1) != 1:
-        raise ConfigError(f"prescale_gradients and gradient_predivide_factor must be left out {where}, got one of them")
-    stages: dict[str, set[int]] = {}
-    for index, record in enumerate(resolved.vlm.records):
-        if record.tied_key is not None:
-            stages.setdefault(record.tied_key, set()).add(bisect_right(partition.boundaries, index) - 1)
-    for key, found in stages.items():
-        if len(found) > 1:
-            raise ConfigError(
-                f"layers that share {key} must be on one stage {where}, got stages {', '.join(map(str, sorted(found)))}"
-            )
-
-
-def check_tensor_run(resolved: ResolvedRun) -> None:
-    """Refuse what tensor ranks cannot run with; a layout without them passes."""
-    layout, vlm = resolved.layout, resolved.vlm
-    if layout.num_tensor == 1:
-        return
-    if layout.encoder is not None:
-        raise ConfigError(f"omnibal.pipeline.encoder must be left out {SHARED}, got {layout.encoder}")
-    if not vlm.cut_patterns:
-        raise ConfigError(
-            f"num_tensor must be 1 for the family of {vlm.config.model_type}, which does not say how layers are cut, "
-            f"got {layout.num_tensor}"
-        )
-    check_degree(vlm.records, layout.num_tensor)
-    check_exchanged(resolved.config, SHARED)
-
-
 def warn_of_apart(resolved: ResolvedRun, hosts: Sequence[str], cluster: Cluster | None) -> None:
     """Say which tensor ranks are on several nodes, and by counted costs how much longer layers take."""
     layout = resolved.layout
@@ -201,20 +155,10 @@ def warn_of_apart(resolved: ResolvedRun, hosts: Sequence[str], cluster: Cluster 
 def _pack_seconds(resolved: ResolvedRun, cluster: Cluster, *, across_nodes: bool) -> float:
     """Seconds of all layers for a pack of text, forward and backward, with sums over one link or the other."""
     device = replace(cluster.device, link_bytes_per_second=cluster.bandwidth(across_nodes=across_nodes))
-    dtype, degree = dtype_of(resolved.config), resolved.layout.num_tensor
+    dtype, degree = resolved.layout.precision, resolved.layout.num_tensor
     layers = analytic_profile(resolved.vlm.records, device, dtype=dtype, tensor_parallel=degree).layers
     pack = Load(0, PACK_TOKENS)
     return sum(float(layer.forward_seconds(pack) + layer.backward_seconds(pack)) for layer in layers)
-
-
-def deepspeed_view(resolved: ResolvedRun, rank: int) -> tuple[dict[str, Any], Layout]:
-    """The ds_config and the layout as DeepSpeed reads them on a rank: the replicas and micro-batches of its stage."""
-    layout, config = resolved.layout, resolved.config
-    if not layout.has_units:
-        return config, layout
-    own = layout.of_stage(layout.place(rank).stage)
-    step = micro_batches_of(config) * layout.num_replicas
-    return {**config, "gradient_accumulation_steps": step // own.num_replicas}, own
 
 
 @contextmanager

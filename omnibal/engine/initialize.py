@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final, TypeVar
 from zlib import crc32
 
@@ -23,9 +22,9 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from torch import Tensor, nn
 
 from omnibal.compiled import folder_hash
-from omnibal.config import check_batch, check_deferral, complete_deepspeed_config, fill_in_steps, partition_of
+from omnibal.config import check_deferral, fill_in_steps
 from omnibal.engine.engine import OmnibalEngine
-from omnibal.engine.grid import check_tensor_run, check_unit_run, deepspeed_view, warn_of_apart
+from omnibal.engine.grid import warn_of_apart
 from omnibal.engine.loader import Loader, PackReader, VlmDataset, cores_of_process, view_of
 from omnibal.engine.module import VlmPipelineModule
 from omnibal.engine.resolve import (
@@ -34,14 +33,13 @@ from omnibal.engine.resolve import (
     OnGradient,
     ResolvedRun,
     UserOptimizer,
-    Weights,
+    deepspeed_config_of,
     resolve,
 )
 from omnibal.engine.samples import open_together, sample_loader
 from omnibal.engine.settings import settings_of
-from omnibal.engine.spread import check_spread_run
 from omnibal.engine.streams import stream_loader
-from omnibal.errors import ENGINE_MODULES, ConfigError, end_in_one_line, said
+from omnibal.errors import ENGINE_MODULES, ConfigError, end_in_one_line
 from omnibal.families.base import trained_in_words
 from omnibal.plan import Plan
 from omnibal.processes import end_with_launcher
@@ -171,8 +169,13 @@ def user_optimizer(
 @lost_ranks_named()
 def start(workspace: Workspace, model: Any, dataset: Any, own: UserOptimizer) -> OmnibalEngine:
     """The engine of this process for a run that is read; all ranks together, which have met."""
-    # Whatever can be refused is refused here, before samples are measured, which may take hours, and weights are read.
-    resolved, config = run_on_all_ranks(lambda: _resolve(workspace, model, own))
+
+    def refuse_or_resolve() -> tuple[ResolvedRun, DeepSpeedConfig]:
+        resolved = resolve(workspace, model, dist.get_world_size())
+        own.check(resolved.config)
+        return resolved, deepspeed_config_of(resolved, dist.get_rank())
+
+    resolved, config = run_on_all_ranks(refuse_or_resolve)
     section, place = workspace.section, resolved.layout.place(dist.get_rank())
     settings = settings_of(workspace.config, section).items()
     check_same(_versions() | {key: value for key, value in settings if key not in _PLACES})
@@ -213,56 +216,12 @@ def start(workspace: Workspace, model: Any, dataset: Any, own: UserOptimizer) ->
     return build_engine(resolved, plan, loader, total_steps, own, weights=weights, deepspeed_config=config)
 
 
-def _resolve(workspace: Workspace, model: Any, own: UserOptimizer) -> tuple[ResolvedRun, DeepSpeedConfig]:
-    resolved = resolve(workspace, model, dist.get_world_size())
-    own.check(resolved.config)
-    layout = resolved.layout
-    if layout.encoder is not None:
-        partition = partition_of(workspace.section, workspace.named_plan, resolved.vlm.records, layout)
-        check_unit_run(resolved, partition)
-        check_spread_run(resolved, partition)
-        check_batch(resolved.config, workspace.micro_batches, layout.num_replicas)
-    check_tensor_run(resolved)
-    return resolved, _deepspeed_config(resolved)
-
-
-def _deepspeed_config(resolved: ResolvedRun) -> DeepSpeedConfig:
-    """The ds_config as DeepSpeed reads it, where the steps of the run may still be ``"auto"``."""
-    own_config, layout = deepspeed_view(resolved, dist.get_rank())
-    config = complete_deepspeed_config(own_config, layout)
-    # DeepSpeedConfig asks its mpu for nothing but the data-parallel ranks; the grid that knows them is yet to be made.
-    replicas = SimpleNamespace(get_data_parallel_world_size=lambda: layout.num_replicas)
-    try:
-        return DeepSpeedConfig(config, replicas)
-    except Exception as error:  # pydantic's, assertions, and DeepSpeed's own
-        raise ConfigError(f"ds_config must be one that DeepSpeed takes, got: {said(error)}") from error
-
-
 def _versions() -> dict[str, str]:
-    return {package: version(package) for package in (*ENGINE_MODULES, "numpy")} | {"omnibal": _own_version()}
-
-
-def _own_version() -> str:
-    """The hash of this package's files: their version stays the same while somebody works on them."""
+    # omnibal's is the hash of its files: its version stays the same while somebody works on them.
     package = Path(__file__).parents[1]
     folders = sorted({file.parent for file in package.rglob("*.py")})
-    return f"{crc32(''.join(map(folder_hash, folders)).encode()):08x}"
-
-
-def _spare_weights(resolved: ResolvedRun, source: Weights | None) -> dict[str, Tensor]:
-    return spare_weights(resolved.vlm, source, seed=resolved.section.model.seed) if dist.get_rank() == 0 else {}
-
-
-def _settled(resolved: ResolvedRun, config: DeepSpeedConfig | None, plan: Plan, total_steps: int) -> DeepSpeedConfig:
-    """DeepSpeed's configuration of a run whose plan and number of steps are known."""
-    check_unit_run(resolved, plan.partition)
-    check_spread_run(resolved, plan.partition)
-    if plan.runs_table:
-        check_deferral(resolved.config)
-    config = config or _deepspeed_config(resolved)
-    if config.scheduler_params:  # what DeepSpeed's engine will make its schedule from; config._param_dict holds it, too
-        fill_in_steps(config.scheduler_params, total_steps)
-    return config
+    own = f"{crc32(''.join(map(folder_hash, folders)).encode()):08x}"
+    return {package: version(package) for package in (*ENGINE_MODULES, "numpy")} | {"omnibal": own}
 
 
 def build_engine(
@@ -289,11 +248,21 @@ def build_engine(
     """
     own = (own or UserOptimizer()).over(total_steps)
     check_same({"plan": plan.to_record()})
-    config = run_on_all_ranks(lambda: _settled(resolved, deepspeed_config, plan, total_steps))
+
+    def settled() -> DeepSpeedConfig:
+        if plan.runs_table:
+            check_deferral(resolved.config)
+        config = deepspeed_config or deepspeed_config_of(resolved, dist.get_rank())
+        if config.scheduler_params:  # what DeepSpeed's engine makes its schedule from; config._param_dict holds it, too
+            fill_in_steps(config.scheduler_params, total_steps)
+        return config
+
+    config = run_on_all_ranks(settled)
     source = weights or resolved.weights_folder
     # PipelineModule makes its process groups and the layers of this rank's stage; weights are read as layers are made.
     module = module_class(resolved, plan, source)
-    spare = run_on_all_ranks(lambda: _spare_weights(resolved, source))
+    seed, is_first = resolved.section.model.seed, dist.get_rank() == 0
+    spare = run_on_all_ranks(lambda: spare_weights(resolved.vlm, source, seed=seed) if is_first else {})
     return engine_class(
         resolved=resolved,
         plan=plan,

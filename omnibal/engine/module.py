@@ -83,7 +83,7 @@ class VlmPipelineModule(PipelineModule):
 
     def _index_tied_modules(self) -> dict[str, Any]:
         # PipelineModule's own lets every rank make as many groups as its own stage has replicas. Ties of units lie
-        # within a stage (check_unit_run), where no gradients need to be added up.
+        # within a stage (resolve.check_run), where no gradients need to be added up.
         return {} if self.layout.has_units else super()._index_tied_modules()
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:

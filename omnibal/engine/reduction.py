@@ -11,7 +11,7 @@ the update of parameters differently over the replicas: `Sums` and its two subcl
 
 import atexit
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import partial
 from types import SimpleNamespace
@@ -28,7 +28,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor, nn
 
-from omnibal.errors import ConfigError
 from omnibal.vlm.backward import add_gradient
 from omnibal.vlm.tensor import COUNTED, partial_parameters
 
@@ -391,29 +390,13 @@ class ReplicaExchange(NamedTuple):
     weights: WeightBroadcast
 
 
-def check_exchanged(config: Mapping[str, Any], where: str) -> None:
-    """Refuse what lets DeepSpeed reduce gradients itself, over the replicas of a stage (see `exchange_of`)."""
-    zero = config.get("zero_optimization", {})
-    asked = {
-        "zero_optimization.offload_optimizer": (zero.get("offload_optimizer") or {}).get("device") == "cpu",
-        "zero_optimization.contiguous_gradients": zero.get("contiguous_gradients"),
-        "prescale_gradients": config.get("prescale_gradients"),
-        "gradient_predivide_factor": config.get("gradient_predivide_factor", 1) != 1,
-    }
-    for key, is_asked in asked.items():
-        if is_asked:
-            raise ConfigError(
-                f"{key} must be left out {where}, got it; DeepSpeed would sum gradients over a stage's replicas only"
-            )
-
-
 def exchange_of(engine: Any, sums: Sums) -> ReplicaExchange | None:
     """The exchange of an engine's layers; None with one replica, or if DeepSpeed has to reduce gradients itself."""
     encoder = engine.module.encoder
     if engine.dp_world_size == 1 and len(encoder) == 0:
         return None
     # DeepSpeed reduces them if ZeRO copies gradients to buffers of its own (contiguous gradients, an optimizer on the
-    # host), or if they are to be scaled in another way than by the number of replicas; check_spread_run refuses these.
+    # host), or if they are to be scaled in another way than by the number of replicas; resolve.check_run refuses these.
     of_its_own = (
         getattr(engine.optimizer, "cpu_offload", False)
         or getattr(engine.optimizer, "contiguous_gradients", False)

@@ -1,20 +1,30 @@
-"""What a run resolves to: a ds_config with its model, on the processes at hand, and what a caller makes itself."""
+"""What a run resolves to: a ds_config with its model, on the processes at hand, and what a caller makes itself.
 
+Whatever can be refused is refused here, before samples are measured, which may take hours, and weights are read.
+"""
+
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from deepspeed.runtime.config import DeepSpeedConfig
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnibal.cluster import Layout
-from omnibal.config import OmnibalSection, check_learning_rates
-from omnibal.errors import ConfigError
-from omnibal.families.base import TrainedCount, trained_by_module
+from omnibal.config import OmnibalSection, check_batch, check_learning_rates, complete_deepspeed_config, partition_of
+from omnibal.errors import ConfigError, said
+from omnibal.families.base import TrainedCount, encoder_layers, trained_by_module
+from omnibal.families.cuts import check_degree
+from omnibal.formats.collate import GRIDS
+from omnibal.pipeline.partition import Partition
+from omnibal.pipeline.units import unit_schedule
 from omnibal.vlm import load_model
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.workspace import Workspace
@@ -39,6 +49,13 @@ class ResolvedRun:
     """Hugging Face folder of the model; None where it has none."""
     vlm: VisionLanguageModel
     layout: Layout
+    partition: Partition | None = None
+    """Layers of each stage, by the ds_config or the plan that it names; None where a plan is given beside."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a replica of the language model in a step."""
+        return int(self.config.get("gradient_accumulation_steps", 1))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -108,25 +125,15 @@ def resolve(workspace: Workspace, model: Any, num_processes: int) -> ResolvedRun
     # In the order of what each check needs: settings alone, the kind of model, its layers, the processes.
     section = workspace.section
     check_learning_rates(workspace.config, section.optimizer.learning_rates)
-    source = _named(model, section.model.path, "model", "omnibal.model.path")
+    source = section.model.path if model is None else model
+    if source is None:
+        raise ConfigError("model must be given, got none; pass it to initialize or set omnibal.model.path")
     if isinstance(source, nn.Module) and not isinstance(source, PreTrainedModel):
         raise ConfigError(
             f"model must be a Hugging Face folder, model or configuration, got an instance of {type(source).__name__}; "
             "where it wraps a transformers model, pass that"
         )
-    _check_source(source, section.model.weights)
-    frozen = section.model.frozen
-    vlm = load_model(source, section.model.lora, frozen)
-    if isinstance(source, PreTrainedModel):
-        _check_frozen_alike(source, vlm, frozen)
-    folder = Path(source) if isinstance(source, str | Path) else None
-    layout = workspace.layout_on(num_processes, "processes", len(vlm.records))
-    # DeepSpeed reads micro-batches from the ds_config, which may leave them to the plan.
-    config = workspace.config | {"gradient_accumulation_steps": workspace.micro_batches}
-    return ResolvedRun(config, section, folder, vlm, layout)
-
-
-def _check_source(source: Any, weights: str) -> None:
+    weights = section.model.weights
     if isinstance(source, PreTrainedConfig) and weights == "load":
         raise ConfigError(
             "omnibal.model.weights must be 'random' with a configuration as model, got 'load'; pass the folder that "
@@ -137,6 +144,18 @@ def _check_source(source: Any, weights: str) -> None:
             "omnibal.model.weights must be 'load' with a model that has weights, got 'random'; pass its config to "
             "train from initial ones"
         )
+    frozen = section.model.frozen
+    vlm = load_model(source, section.model.lora, frozen)
+    if isinstance(source, PreTrainedModel):
+        _check_frozen_alike(source, vlm, frozen)
+    folder = Path(source) if isinstance(source, str | Path) else None
+    layout = workspace.layout_on(num_processes, "processes", len(vlm.records))
+    # DeepSpeed reads micro-batches from the ds_config, which may leave them to the plan.
+    config = workspace.config | {"gradient_accumulation_steps": workspace.micro_batches}
+    partition = partition_of(section, workspace.named_plan, vlm.records, layout)
+    resolved = ResolvedRun(config, section, folder, vlm, layout, partition)
+    check_run(resolved, partition)
+    return resolved
 
 
 def _check_frozen_alike(model: PreTrainedModel, vlm: VisionLanguageModel, frozen: Collection[str]) -> None:
@@ -156,8 +175,87 @@ def _check_frozen_alike(model: PreTrainedModel, vlm: VisionLanguageModel, frozen
             )
 
 
-def _named(argument: Any, setting: Any, name: str, key: str) -> Any:
-    """An argument, or else the section's setting."""
-    if argument is None and setting is None:
-        raise ConfigError(f"{name} must be given, got none; pass it to initialize or set {key}")
-    return setting if argument is None else argument
+def check_run(resolved: ResolvedRun, partition: Partition) -> None:
+    """Refuse what units, a spread encoder or tensor ranks cannot run with; a layout without them passes."""
+    layout, vlm = resolved.layout, resolved.vlm
+    where = "where tensor ranks share layers"
+    if layout.encoder is not None and layout.num_tensor > 1:
+        raise ConfigError(f"omnibal.pipeline.encoder must be left out {where}, got {layout.encoder}")
+    if layout.has_units:
+        _check_units(resolved, partition)
+    if layout.is_spread:
+        _check_spread(resolved, partition)
+    if layout.num_tensor == 1:
+        return
+    if not vlm.cut_patterns:
+        raise ConfigError(
+            f"num_tensor must be 1 for the family of {vlm.config.model_type}, which does not say how layers are cut, "
+            f"got {layout.num_tensor}"
+        )
+    check_degree(vlm.records, layout.num_tensor)
+    _check_exchanged(resolved.config, where)
+
+
+def _check_units(resolved: ResolvedRun, partition: Partition) -> None:
+    layout, config, where = resolved.layout, resolved.config, "where the encoder has replicas of its own"
+    unit_schedule(layout, resolved.micro_batches, "1f1b")  # replicas and micro-batches
+    if (num_tensor := layout.shape(0)[1]) > 1:
+        raise ConfigError(f"num_tensor must be 1 {where}, got {num_tensor}")
+    if config.get("prescale_gradients") or config.get("gradient_predivide_factor", 1) != 1:
+        raise ConfigError(f"prescale_gradients and gradient_predivide_factor must be left out {where}, got one of them")
+    stages: dict[str, set[int]] = {}
+    for index, record in enumerate(resolved.vlm.records):
+        if record.tied_key is not None:
+            stages.setdefault(record.tied_key, set()).add(bisect_right(partition.boundaries, index) - 1)
+    for key, found in stages.items():
+        if len(found) > 1:
+            raise ConfigError(
+                f"layers that share {key} must be on one stage {where}, got stages {', '.join(map(str, sorted(found)))}"
+            )
+
+
+def _check_spread(resolved: ResolvedRun, partition: Partition) -> None:
+    vlm, where = resolved.vlm, "where the encoder is spread"
+    _check_exchanged(resolved.config, where)
+    first, stop = encoder_layers(vlm.records), partition.boundaries[1]
+    if stop <= first:
+        raise ConfigError(
+            f"the first stage of the partition must end in the language model, which begins with layer {first}, "
+            f"{where}, got an end before layer {stop}"
+        )
+    if not set(vlm.image_integers) <= {GRIDS}:
+        raise ConfigError(
+            f"tiles must be encoded one by one {where}, got {vlm.config.model_type}, which joins the tiles of an image"
+        )
+
+
+def _check_exchanged(config: Mapping[str, Any], where: str) -> None:
+    """Refuse what lets DeepSpeed reduce gradients itself, over the replicas of a stage (`reduction.exchange_of`)."""
+    zero = config.get("zero_optimization", {})
+    asked = {
+        "zero_optimization.offload_optimizer": (zero.get("offload_optimizer") or {}).get("device") == "cpu",
+        "zero_optimization.contiguous_gradients": zero.get("contiguous_gradients"),
+        "prescale_gradients": config.get("prescale_gradients"),
+        "gradient_predivide_factor": config.get("gradient_predivide_factor", 1) != 1,
+    }
+    for key, is_asked in asked.items():
+        if is_asked:
+            raise ConfigError(
+                f"{key} must be left out {where}, got it; DeepSpeed would sum gradients over a stage's replicas only"
+            )
+
+
+def deepspeed_config_of(resolved: ResolvedRun, rank: int) -> DeepSpeedConfig:
+    """The ds_config as DeepSpeed reads it on a rank, where the steps of the run may still be ``"auto"``."""
+    layout, config = resolved.layout, resolved.config
+    if layout.has_units:  # DeepSpeed's view is that of the rank's stage: its replicas, and its micro-batches of a step
+        check_batch(config, resolved.micro_batches, layout.num_replicas)
+        packs, layout = resolved.micro_batches * layout.num_replicas, layout.of_stage(layout.place(rank).stage)
+        config = {**config, "gradient_accumulation_steps": packs // layout.num_replicas}
+    # DeepSpeedConfig asks its mpu for nothing but the data-parallel ranks; the grid that knows them is yet to be made.
+    replicas = SimpleNamespace(get_data_parallel_world_size=lambda: layout.num_replicas)
+    complete = complete_deepspeed_config(config, layout)
+    try:
+        return DeepSpeedConfig(complete, replicas)
+    except Exception as error:  # pydantic's, assertions, and DeepSpeed's own
+        raise ConfigError(f"ds_config must be one that DeepSpeed takes, got: {said(error)}") from error

@@ -260,7 +260,7 @@ def _arrange(
             )
         mixture = samples.repeat_time()
     typical = typical_lengths(lengths, mixture)
-    plan = workspace.resolve_plan(resolved.vlm.records, resolved.layout, typical)
+    plan = workspace.resolve_plan(resolved.vlm.records, resolved.layout, typical, resolved.partition)
     if dist.get_rank() == 0:
         warn_of_other_data(plan, typical)
         if packing.oversized != "drop":

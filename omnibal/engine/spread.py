@@ -31,12 +31,7 @@ from omnibal.dispatch.exchange import exchange
 from omnibal.dispatch.rearrangement import Rearrangement
 from omnibal.engine.grid import replaced
 from omnibal.engine.module import ON_ALL_RANKS, VlmPipelineModule
-from omnibal.engine.reduction import check_exchanged
-from omnibal.engine.resolve import ResolvedRun
-from omnibal.errors import ConfigError
-from omnibal.families.base import encoder_layers
 from omnibal.formats.collate import GRIDS
-from omnibal.pipeline.partition import Partition
 from omnibal.ranks import gather
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.measure import image_tokens_per_tile
@@ -164,23 +159,3 @@ def states_on_all_ranks() -> Iterator[None]:
         replaced(pipeline_engine, **in_bfloat16),
     ):
         yield
-
-
-def check_spread_run(resolved: ResolvedRun, partition: Partition) -> None:
-    """Refuse what a spread encoder cannot run with; a layout without one passes."""
-    layout, vlm, where = resolved.layout, resolved.vlm, "where the encoder is spread"
-    if not layout.is_spread:
-        return
-    if layout.num_tensor > 1:
-        raise ConfigError(f"num_tensor must be 1 {where}, got {layout.num_tensor}")
-    check_exchanged(resolved.config, where)
-    first, stop = encoder_layers(vlm.records), partition.boundaries[1]
-    if stop <= first:
-        raise ConfigError(
-            f"the first stage of the partition must end in the language model, which begins with layer {first}, "
-            f"{where}, got an end before layer {stop}"
-        )
-    if not set(vlm.image_integers) <= {GRIDS}:
-        raise ConfigError(
-            f"tiles must be encoded one by one {where}, got {vlm.config.model_type}, which joins the tiles of an image"
-        )

@@ -164,7 +164,7 @@ def stream_loader(
     """The plan of a run on streams, and this rank's loader."""
     section, rules = workspace.section, SampleRules.of(resolved.vlm)
     num_steps, mixture = _checked(section)
-    plan = workspace.resolve_plan(resolved.vlm.records, resolved.layout, None)
+    plan = workspace.resolve_plan(resolved.vlm.records, resolved.layout, None, resolved.partition)
     feed = PipelineStreamFeed(
         sources if isinstance(sources, Mapping) else {"data": sources},
         plan.limits,

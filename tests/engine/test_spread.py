@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from omnibal.cli.main import app
 from omnibal.cluster import Encoder
 from omnibal.engine.checkpoint import export
-from omnibal.engine.spread import check_spread_run
+from omnibal.engine.resolve import check_run
 from omnibal.errors import ConfigError
 from omnibal.plan import Plan
 from omnibal.vlm import load_model
@@ -191,7 +191,6 @@ def test_a_plan_is_made_entered_trained_resumed_and_exported(tmp_path):
 
 
 REFUSED = {
-    "num_tensor must be 1 where the encoder is spread": {"tensor": 2},
     "zero_optimization.contiguous_gradients must be left out": {
         "extra": {"zero_optimization": {"stage": 1, "contiguous_gradients": True}}
     },
@@ -208,8 +207,5 @@ def test_what_a_spread_encoder_cannot_run_with_is_refused(message, model):
     asked = REFUSED[message]
     case = spread(asked.get("boundaries", (0, 7, 10)), ONE, model=str(model), extra=asked.get("extra", {}))
     resolved, plan = run_of(case, num_replicas=1)
-    if "tensor" in asked:
-        layout = replace(resolved.layout, num_tensor=2, encoder=Encoder(0, 4, placement="spread"))
-        resolved = replace(resolved, layout=layout)
     with pytest.raises(ConfigError, match=re.escape(message)):
-        check_spread_run(resolved, plan.partition)
+        check_run(resolved, plan.partition)

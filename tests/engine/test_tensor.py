@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from omnibal.cli.main import app
 from omnibal.cluster import Cluster, Encoder, Layout
 from omnibal.engine.checkpoint import export
-from omnibal.engine.grid import check_tensor_run, warn_of_apart
+from omnibal.engine.grid import warn_of_apart
+from omnibal.engine.resolve import check_run
 from omnibal.engine.saved_files import read_manifest
 from omnibal.errors import ConfigError
 from omnibal.vlm import load_model
@@ -142,22 +143,22 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_tensor_ranks_cannot_run_is_refused(message, models):
-    resolved, _ = run_of(pair((0, 4, 10), ONE, model=str(models[""]), **REFUSED[message]), num_replicas=1)
+    resolved, plan = run_of(pair((0, 4, 10), ONE, model=str(models[""]), **REFUSED[message]), num_replicas=1)
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
-        check_tensor_run(resolved)
+        check_run(resolved, plan.partition)
 
 
 def test_families_that_say_no_cuts_are_refused(models):
-    resolved, _ = run_of(pair((0, 4, 10), ONE, model=str(models[""])), num_replicas=1)
-    check_tensor_run(resolved)
+    resolved, plan = run_of(pair((0, 4, 10), ONE, model=str(models[""])), num_replicas=1)
+    check_run(resolved, plan.partition)
     resolved.vlm.cut_patterns = {}
     with pytest.raises(ConfigError, match="num_tensor must be 1 for the family of internvl, which does not say how"):
-        check_tensor_run(resolved)
+        check_run(resolved, plan.partition)
 
 
 def test_ranks_of_a_group_on_several_nodes_are_named(models, caplog):
     resolved, _ = run_of(pair((0, 4, 10), ONE, model=str(models[""])), num_replicas=1)
-    resolved = replace(resolved, layout=Layout(2, 1, num_tensor=4))
+    resolved = replace(resolved, layout=Layout(2, 1, num_tensor=4, precision="float32"))
     warn_of_apart(resolved, ["a"] * 4 + ["b"] * 4, None)
     assert not caplog.records
     warn_of_apart(resolved, ["a"] * 6 + ["b"] * 2, Cluster.parse("2x6xA100-80GB"))

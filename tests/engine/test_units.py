@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from omnibal.cluster import Encoder
-from omnibal.engine.grid import check_unit_run
+from omnibal.engine.resolve import check_run
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition
 from tests.engine.cases import changed, run_of, settings
@@ -121,14 +121,14 @@ def test_what_units_cannot_run_is_refused(message, model):
     case = replace(REFUSED[message], model=str(model))
     with pytest.raises(ConfigError, match=re.escape(message)):
         resolved, plan = run_of(case, num_replicas=len(case.packs))
-        check_unit_run(resolved, plan.partition)
+        check_run(resolved, plan.partition)
 
 
 def test_a_head_that_is_tied_across_stages_is_refused(tied):
     resolved, plan = run_of(units((0, 5, 7, 10), TWO, 1, model=str(tied)), num_replicas=2)
     with pytest.raises(ConfigError, match=r"must be on one stage where the encoder has replicas .*, got stages 1, 2"):
-        check_unit_run(resolved, plan.partition)
-    check_unit_run(resolved, Partition((0, 2, 5, 10)))
+        check_run(resolved, plan.partition)
+    check_run(resolved, Partition((0, 2, 5, 10)))
 
 
 def test_what_a_ds_config_cannot_ask_is_refused_before_samples_are_measured(model):
