@@ -110,8 +110,16 @@ def resolve_plan(
     levels = pipeline.recompute
     recompute = tuple(levels) if isinstance(levels, list) else (levels,) * len(records)
     schedule = "1f1b" if pipeline.schedule == "auto" else pipeline.schedule
-    stated = packing.vision_units, packing.llm_tokens
-    limits = _stated_limits(*stated) if lengths is None else choose_limits(lengths, *stated)
+    units, tokens = packing.vision_units, packing.llm_tokens
+    if lengths is not None:
+        limits = choose_limits(lengths, units, tokens)
+    elif units is None or tokens is None:
+        raise ConfigError(
+            "omnibal.packing must give vision_units and llm_tokens for a stream, whose lengths nobody knows, got "
+            f"{units} and {tokens}"
+        )
+    else:
+        limits = PackLimits(units, tokens)
     return Plan(limits, micro_batches, partition, recompute, schedule=schedule, layout=layout)
 
 
@@ -128,27 +136,12 @@ def partition_of(
         trained = [record.trainable_parameters(section.model.frozen) for record in records]
         partition = cut_parts(records, trained, layout)
     else:
-        partition = cut_parts(records, [1] * len(records), layout, _uniform)
-    _check_partition(partition, len(records), layout.num_stages)
-    return partition
-
-
-def _uniform(weights: Sequence[float], num_stages: int) -> Sequence[int]:
-    return Partition.uniform(len(weights), num_stages).boundaries
-
-
-def _stated_limits(vision_units: int | None, llm_tokens: int | None) -> PackLimits:
-    if vision_units is None or llm_tokens is None:
-        raise ConfigError(
-            "omnibal.packing must give vision_units and llm_tokens for a stream, whose lengths nobody knows, got "
-            f"{vision_units} and {llm_tokens}"
+        partition = cut_parts(
+            records, [1] * len(records), layout, lambda each, stages: Partition.uniform(len(each), stages).boundaries
         )
-    return PackLimits(vision_units, llm_tokens)
-
-
-def _check_partition(partition: Partition, num_layers: int, num_stages: int) -> None:
-    _check("layers of the partition", partition.num_layers, num_layers)
-    _check("stages of the partition", partition.num_stages, num_stages)
+    _check("layers of the partition", partition.num_layers, len(records))
+    _check("stages of the partition", partition.num_stages, layout.num_stages)
+    return partition
 
 
 def _check_layout(planned: Layout, run: Layout) -> None:
@@ -194,11 +187,16 @@ def _encoder_key(encoder: Encoder | None) -> dict[str, int] | str | None:
 
 def layout_of(config: dict[str, Any], num_stages: int, num_replicas: int) -> Layout:
     """How a run under a ds_config lies on its devices."""
-    _check_zero(config)
+    zero_stage = config.get("zero_optimization", {}).get("stage", 0)
+    if zero_stage not in (0, 1):
+        raise ConfigError(
+            f"zero_optimization.stage must be 0 or 1 with a pipeline, got {zero_stage!r}; "
+            "DeepSpeed's pipeline engine keeps gradients and parameters whole on each stage"
+        )
     return Layout(
         num_stages,
         num_replicas,
-        zero_stage=config.get("zero_optimization", {}).get("stage", 0),
+        zero_stage=zero_stage,
         precision=dtype_of(config),
         accumulate_float32=sums_in_float32(config),
     )
@@ -255,21 +253,12 @@ def check_learning_rates(config: dict[str, Any], rates: LearningRates) -> None:
     """Refuse a scheduler of DeepSpeed's that would give all modules one learning rate."""
     given = [name for name, rate in rates if rate is not None]
     scheduler = config.get("scheduler", {})
-    setting = [key for key in ("warmup_max_lr",) if scheduler.get("params", {}).get(key) is not None]
-    if given and (setting or scheduler.get("type") in ("OneCycle", "LRRangeTest")):
+    has_rate = scheduler.get("params", {}).get("warmup_max_lr") is not None
+    if given and (has_rate or scheduler.get("type") in ("OneCycle", "LRRangeTest")):
         raise ConfigError(
             f"scheduler must scale the optimizer's learning rates with omnibal.optimizer.learning_rates.{given[0]}, "
-            f"got {scheduler.get('type')} with {setting[0] if setting else 'rates of its own'}; "
+            f"got {scheduler.get('type')} with {'warmup_max_lr' if has_rate else 'rates of its own'}; "
             "leave warmup_max_lr out, or take WarmupCosineLR"
-        )
-
-
-def _check_zero(config: dict[str, Any]) -> None:
-    stage = config.get("zero_optimization", {}).get("stage", 0)
-    if stage not in (0, 1):
-        raise ConfigError(
-            f"zero_optimization.stage must be 0 or 1 with a pipeline, got {stage!r}; "
-            "DeepSpeed's pipeline engine keeps gradients and parameters whole on each stage"
         )
 
 

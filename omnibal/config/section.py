@@ -52,24 +52,6 @@ INSTEAD: Final[Mapping[str, str]] = {
     "flops_profiler": "`omnibal profile --measure` measures layers",
     "autotuning": "`omnibal plan` finds what is fastest",
 }  # fmt: skip
-# What DeepSpeed 0.19 no longer has, and refuses whatever its value: keys, and what they were.
-REMOVED: Final[Mapping[str, str]] = {
-    "elasticity": "elastic training",
-    "nebula": "Nebula's checkpoints",
-    "compression_training": "its compression library",
-    "sparse_attention": "sparse attention",
-    "sparse_gradients": "sparse gradients of embeddings",
-    "curriculum_learning": "the legacy curriculum",
-    "amp": "Apex",
-    "quantize_training": "mixture of quantization",
-    "eigenvalue": "mixture of quantization",
-    "graph_harvesting": "graph harvesting",
-    "progressive_layer_drop": "progressive layer dropping",
-    "zero_optimization.mics_shard_size": "MiCS",
-    "zero_optimization.mics_hierarchical_params_gather": "MiCS",
-    "zero_optimization.zeropp_loco_param": "LoCo",
-}
-REMOVED_OPTIMIZERS: Final = ("onebitadam", "zerooneadam", "onebitlamb")
 # What has inner keys that matter here.
 OBJECTS: Final = (
     "bf16", "fp16", "zero_optimization", "data_types", "torch_autocast", "optimizer", "optimizer.params", "scheduler",
@@ -207,10 +189,6 @@ class EncoderSection(Section):
     """How many replicas these stages have: a divisor or a multiple of the language model's. Beside it the other
     processes are divided into replicas of the other stages."""
 
-    @property
-    def encoder(self) -> Encoder:
-        return Encoder(self.num_stages, self.num_replicas)
-
 
 def _no_encoder_beside(num_tensor: int | str, info: ValidationInfo) -> int | str:
     if num_tensor not in (1, "auto") and info.data.get("encoder") is not None:
@@ -246,7 +224,7 @@ class PipelineSection(Section):
     def encoder_on(self, num_devices: int) -> Encoder | None:
         """The encoder that is asked for in a run on so many devices."""
         if isinstance(self.encoder, EncoderSection):
-            return self.encoder.encoder
+            return Encoder(self.encoder.num_stages, self.encoder.num_replicas)
         return None if self.encoder is None else Encoder.on_all(num_devices)
 
 
@@ -284,30 +262,18 @@ class RunFiles:
     """Where a run and the commands about it keep what they make: fixed names in ``run.output``."""
 
     folder: Path
-    lengths: ClassVar = _File("lengths")
-    """Folder of the training samples' lengths, and of what was measured of any data."""
-    profile: ClassVar = _File("profile.json")
-    """What each layer costs."""
-    plan: ClassVar = _File("plan.json")
-    """What `omnibal plan` chose."""
-    run_plan: ClassVar = _File("run_plan.json")
-    """The plan that the run was begun with, which it resumes under."""
-    metrics: ClassVar = _File("metrics.jsonl")
-    """A line for each step and each evaluation."""
-    monitor: ClassVar = _File("monitor")
-    """Folder of what DeepSpeed's monitors write."""
+    lengths: ClassVar = _File("lengths")  # a folder: the training samples' lengths, and what was measured of any data
+    profile: ClassVar = _File("profile.json")  # what each layer costs
+    plan: ClassVar = _File("plan.json")  # what `omnibal plan` chose
+    run_plan: ClassVar = _File("run_plan.json")  # what the run was begun with, and resumes under
+    metrics: ClassVar = _File("metrics.jsonl")  # a line for each step and each evaluation
+    monitor: ClassVar = _File("monitor")  # a folder: what DeepSpeed's monitors write
     loss_curve: ClassVar = _File("loss.png")
-    """Loss over samples."""
-    lock: ClassVar = _File("lock")
-    """Held while a run trains into the folder."""
-    checkpoints: ClassVar = _File("checkpoints")
-    """Folder of checkpoints."""
-    model: ClassVar = _File("model")
-    """The newest checkpoint as a Hugging Face folder."""
-    exported: ClassVar = _File("model.json")
-    """Which checkpoint ``model`` is of."""
-    report: ClassVar = _File("report.html")
-    """What `omnibal report` writes."""
+    lock: ClassVar = _File("lock")  # held while a run trains into the folder
+    checkpoints: ClassVar = _File("checkpoints")  # a folder
+    model: ClassVar = _File("model")  # the newest checkpoint as a Hugging Face folder
+    exported: ClassVar = _File("model.json")  # which checkpoint `model` is of
+    report: ClassVar = _File("report.html")  # what `omnibal report` writes
 
     @property
     def what_if(self) -> "RunFiles":
@@ -378,7 +344,9 @@ def read_config(config: str | Path | dict[str, Any]) -> tuple[dict[str, Any], Om
     """
     if not isinstance(config, str | Path | dict):
         raise ConfigError(f"config must be the path or the content of a ds_config, got {config!r:.80}")
-    content = config if isinstance(config, dict) else _read_json(Path(config))
+    content = config if isinstance(config, dict) else read_json(Path(config), "ds_config", parse_relaxed)
+    if not isinstance(content, dict):
+        raise ConfigError(f"ds_config must be a JSON object, got {config} with a {type(content).__name__}")
     deepspeed_config = {key: value for key, value in content.items() if key != "omnibal"}
     check_keys(deepspeed_config)
     try:
@@ -411,37 +379,19 @@ def _with_monitors(config: dict[str, Any], run: RunSection) -> dict[str, Any]:
     return config | {key: places | monitor for key, monitor in on.items()}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    content = read_json(path, "ds_config", parse_relaxed)
-    if not isinstance(content, dict):
-        raise ConfigError(f"ds_config must be a JSON object, got {path} with a {type(content).__name__}")
-    return content
-
-
 def check_keys(config: Mapping[str, Any]) -> None:
     """Refuse what would be passed over in silence, and ``"auto"`` where nobody fills it in."""
-    for place, was in REMOVED.items():
-        *outer, key = place.split(".")
-        section = _value(config, ".".join(outer)) if outer else config
-        if isinstance(section, Mapping) and key in section:
-            remedy = f": {INSTEAD[place]}" if place in INSTEAD else ""
-            raise ConfigError(
-                f"{place} of a ds_config must be left out, got {section[key]!r:.80}; DeepSpeed has removed {was}"
-                f"{remedy}"
-            )
     for key, value in config.items():
         if key not in HEEDED and not _asks_for_nothing(value):
-            raise ConfigError(f"{key} of a ds_config must be left out, got {value!r:.80}; {_remedy(key)}")
+            nearest = get_close_matches(key, HEEDED, n=1, cutoff=0.7)
+            remedy = f"did you mean {nearest[0]!r}?" if nearest else "nothing in a pipeline heeds it"
+            raise ConfigError(f"{key} of a ds_config must be left out, got {value!r:.80}; {INSTEAD.get(key, remedy)}")
     for place in OBJECTS:
-        value = _value(config, place)
-        if not isinstance(value, dict):
-            raise ConfigError(f"{place} of a ds_config must be an object, got {value!r:.80}")
-    optimizer = _value(config, "optimizer").get("type")
-    if str(optimizer).lower() in REMOVED_OPTIMIZERS:
-        raise ConfigError(
-            f"optimizer.type of a ds_config must be one that DeepSpeed has, got {optimizer}; DeepSpeed has removed "
-            "1-bit optimizers: take AdamW"
-        )
+        found: Any = config
+        for key in place.split("."):
+            found = found.get(key, {})
+        if not isinstance(found, dict):
+            raise ConfigError(f"{place} of a ds_config must be an object, got {found!r:.80}")
     for place in _automatic(config):
         if place not in AUTOMATIC and not place.startswith("zero_optimization."):
             raise ConfigError(
@@ -454,28 +404,13 @@ def check_keys(config: Mapping[str, Any]) -> None:
             raise ConfigError(f"{place}.enabled of a ds_config must be true or false, got {enabled!r:.80}")
 
 
-def _value(config: Any, place: str) -> Any:
-    """What stands there; an empty object where nothing does."""
-    for key in place.split("."):
-        config = config.get(key, {})
-    return config
-
-
 def _asks_for_nothing(value: Any) -> bool:
     if isinstance(value, Mapping):
         return value.get("enabled") is False or all(map(_asks_for_nothing, value.values()))
     return not value
 
 
-def _remedy(key: str) -> str:
-    if key in INSTEAD:
-        return INSTEAD[key]
-    nearest = get_close_matches(key, HEEDED, n=1, cutoff=0.7)
-    return f"did you mean {nearest[0]!r}?" if nearest else "nothing in a pipeline heeds it"
-
-
 def _automatic(value: Any, place: str = "") -> Iterator[str]:
-    """Keys whose value is ``"auto"``, such as ``zero_optimization.reduce_bucket_size``."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _automatic(inner, f"{place}.{key}" if place else str(key))

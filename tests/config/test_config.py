@@ -13,7 +13,6 @@ from omnibal.config import (
     layout_of,
     read_config,
 )
-from omnibal.config.section import REMOVED, REMOVED_OPTIMIZERS
 from omnibal.errors import ConfigError
 
 BF16 = {"bf16": {"enabled": True}}
@@ -113,19 +112,6 @@ def test_wrong_keys_and_values_are_named(section, message):
         ({"seed": 42}, "seed of .* omnibal.packing.seed decides about data"),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, "omnibal.pipeline.recompute says which layers"),
         ({"pipeline": {"stages": 4}}, "omnibal.pipeline says how the model is cut"),
-        (
-            {"curriculum_learning": {"enabled": False}},
-            "^curriculum_learning of .* DeepSpeed has removed the legacy curriculum: omnibal.data says what is trained",
-        ),
-        (
-            {"elasticity": {"enabled": False}},
-            "^elasticity of .* left out, got .* removed elastic training",
-        ),
-        (
-            {"zero_optimization": {"mics_shard_size": 4}},
-            "^zero_optimization.mics_shard_size of .* left out, got 4; DeepSpeed has removed MiCS",
-        ),
-        ({"optimizer": {"type": "OneBitAdam"}}, "one that DeepSpeed has, got OneBitAdam; DeepSpeed has removed 1-bit"),
         ({"gradient_accumulation_dtype": "fp32"}, "data_types.grad_accum_dtype says it"),
         ({"sequence_parallel_size": 2}, "a pack is on one device"),
         ({"gradient_allreduce_op": "sum"}, "averaged over the target tokens"),
@@ -364,11 +350,3 @@ def test_folder_plan_and_monitors_follow_from_the_files_name(tmp_path):
     assert config["csv_monitor"]["output_path"] == "there/monitor"
     assert read_config(content)[1].run.output == "runs/train"
     assert "csv_monitor" not in read_config({})[0]
-
-
-def test_what_deepspeed_has_removed_is_known():
-    deepspeed_config = pytest.importorskip("deepspeed.runtime.config")
-    theirs = [*deepspeed_config._REMOVED_TOP_LEVEL_CONFIG_KEYS]
-    theirs += [f"zero_optimization.{key}" for key in deepspeed_config._REMOVED_ZERO_CONFIG_KEYS]
-    assert set(REMOVED) == set(theirs)
-    assert not set(REMOVED_OPTIMIZERS) & set(deepspeed_config.DEEPSPEED_OPTIMIZERS)
