@@ -19,7 +19,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.source_draws import typical_lengths
-from omnibal.errors import ConfigError, DataError, end_in_one_line, integer, reporting
+from omnibal.errors import ConfigError, DataError, end_in_one_line, reporting
 from omnibal.feeds.sources import is_indexed
 from omnibal.formats.collate import IGNORED
 from omnibal.integrations.lengths import (
@@ -31,7 +31,7 @@ from omnibal.integrations.lengths import (
     with_sources,
 )
 from omnibal.integrations.trainer.settings import (
-    batch_size_of,
+    asked_steps,
     data_seed,
     layout_of,
     recompute_of,
@@ -291,18 +291,15 @@ def replace_loader(
     refuse_values(args, of_loader=True)
     mesh, workers = options.get("mesh"), args.dataloader_num_workers
     _, num_ranks = place() if mesh is None else (mesh.get_local_rank(), mesh.size())
-    batch_size = batch_size_of(trainer, num_ranks)
-    asked = batch_size * num_ranks * args.gradient_accumulation_steps
-    if samples_per_step is not None:
-        asked = integer("samples_per_step", samples_per_step, num_ranks)
+    asked = asked_steps(trainer, num_ranks, samples_per_step, limits)
     collator = _collator_of(trainer.data_collator, model, options.get("measure", item_loads))()
     kept = options.pop("lengths", Path(args.output_dir) / LENGTHS)
     lengths = _lengths_of(trainer.train_dataset, collator, kept, mixture, workers)
     limits.refuse_none(lengths)
     size = fit_step(
         typical_lengths(lengths, None if mixture is None else Mixture.of(mixture)),
-        asked,
-        batch_size=batch_size,
+        asked.samples_per_step,
+        batch_size=asked.batch_size,
         num_replicas=num_ranks,
         most=limits,
         padded=options.get("padded", False),
@@ -317,11 +314,9 @@ def replace_loader(
         weigh_tokens=exact_loss,
         **{"num_workers": workers, "pin_memory": args.dataloader_pin_memory} | options,
     )
-    micro_batches = max(round(asked / batch_size / num_ranks), 1)
-    steps = AskedSteps(asked, batch_size, micro_batches, args.num_train_epochs, args.max_steps, limits)
     if place()[0] == 0:
         with reporting("the line about packs"):
-            print(_described(trainer, loader.pack_sampler, size.limits, steps))
+            print(_described(trainer, loader.pack_sampler, size.limits, asked))
         print(_told_loss(trainer, num_ranks * size.micro_batches, exact_loss=exact_loss))
     set_micro_batches(trainer, size.micro_batches)
     if exact_loss:

@@ -17,7 +17,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.packing_spec import Oversized
 from omnibal.data.source_draws import typical_lengths
-from omnibal.errors import ConfigError, DataError, end_in_one_line, integer, reporting
+from omnibal.errors import ConfigError, DataError, end_in_one_line, reporting
 from omnibal.integrations.lengths import (
     LENGTHS,
     kept_lengths,
@@ -28,30 +28,33 @@ from omnibal.integrations.lengths import (
 )
 from omnibal.integrations.loops import PackLoader
 from omnibal.integrations.trainer.calibration import CalibratesCosts, measured_before
-from omnibal.integrations.trainer.hooks import (
-    EndsWhenAsked,
-    PacksCallback,
-    add_recipe,
-    check_model,
-    memory_of,
-    refuse_missing_kinds,
-    wants_all_gradients,
-    worker_options,
-)
+from omnibal.integrations.trainer.hooks import EndsWhenAsked, PacksCallback, add_recipe, check_model, worker_options
 from omnibal.integrations.trainer.loss import ExactEvaluation, StepLoss
 from omnibal.integrations.trainer.rearranging import rearrange_samples
 from omnibal.integrations.trainer.settings import (
-    batch_size_of,
+    asked_steps,
     data_seed,
     layout_of,
+    memory_of,
+    model_of,
     recompute_of,
+    refuse_missing_kinds,
     refuse_settings,
     replicas_of,
     set_micro_batches,
+    wants_all_gradients,
 )
-from omnibal.integrations.trainer.steps import AskedSteps, Costs, compare, counted_profile, describe, fit_step
+from omnibal.integrations.trainer.steps import compare, counted_profile, describe, fit_step
 from omnibal.integrations.trainer.streams import pack_stream
-from omnibal.packs.collator import FAMILIES, PackCollator, arguments_of, language_of, positions_of, without_adapters
+from omnibal.packs.collator import (
+    FAMILIES,
+    Collator,
+    PackCollator,
+    arguments_of,
+    language_of,
+    positions_of,
+    without_adapters,
+)
 from omnibal.packs.encoders import encode_in_every_evaluation
 from omnibal.packs.loading import PackedView, PackSampler
 from omnibal.packs.losses import Reduction
@@ -120,45 +123,35 @@ def balance(
         InfeasibleError: The memory does not suffice for the largest sample.
     """
     _begin(trainer)
+    # Settings: what a step holds of which samples.
     loss, mixture = StepLoss(trainer, loss_reduction), None if mixture is None else Mixture.of(mixture)
-    args = trainer.args
-    dataset: Any = trainer.train_dataset
-    # Several streams by name have a length, too.
-    if not hasattr(dataset, "__len__") or isinstance(dataset, Mapping | IterableDataset):
-        raise DataError(
-            f"train_dataset must be read by index and have a length, got {type(dataset).__name__}; "
-            "balance_stream(trainer, limits) takes streams"
-        )
-    if not len(dataset):
-        raise DataError("train_dataset must hold at least one sample, got none")
+    dataset, model, layout = _indexed(trainer.train_dataset), model_of(trainer), layout_of(trainer)
     rank, num_replicas = replicas_of(trainer)
-    batch_size = batch_size_of(trainer, num_replicas)
-    batch = batch_size * num_replicas
-    asked = args.gradient_accumulation_steps * batch
-    if samples_per_step is not None:
-        asked = integer("samples_per_step", samples_per_step, num_replicas)
-    collator_of = _collator_of(trainer, padded)
+    asked = asked_steps(trainer, num_replicas, samples_per_step, limits)
+    # Lengths: given, kept, or measured now.
+    collator_of = _collator_of(model, trainer.data_collator, padded=padded)
     lengths = _lengths(trainer, collator_of(), lengths, mixture)
     refuse_missing_kinds(trainer, lengths)
+    # Limits: those given, or the ones under which a step holds what was asked.
     if limits is not None:
         limits.refuse_none(lengths)
+        if not padded:
+            refuse_long_rows(model, limits)
     counted = _profile(trainer)
     before = measured_before(trainer, counted)
     profile, cost = before or (counted, None)
-    model = trainer.accelerator.unwrap_model(trainer.model)
     row = None if padded else longest_row(model)
-    if limits is not None and not padded:
-        refuse_long_rows(model, limits)
     size = fit_step(
         typical_lengths(lengths, mixture),
-        asked,
-        batch_size=batch_size,
+        asked.samples_per_step,
+        batch_size=asked.batch_size,
         num_replicas=num_replicas,
         most=limits,
         padded=padded,
         longest_row=None if row is None else row.tokens,
         memory=None if memory_gib is None or limits is not None else memory_of(trainer, profile, memory_gib),
     )
+    # Sampler: the same packs on all ranks, each of which takes its own.
     plan = partial(
         PaddedSampler if padded else PackSampler,
         lengths,
@@ -174,23 +167,22 @@ def balance(
     sampler.verify(gather)
     if check_lengths:
         refuse_other_lengths(collator_of(), dataset, lengths)
-    costs = None if profile is None else phase_costs(profile, recompute=recompute_of(trainer))
+    # Loader, and what is logged, checked and kept in checkpoints.
     set_micro_batches(trainer, size.micro_batches)
-    layout = layout_of(trainer)
-    packs = _equip(trainer, sampler, collator_of(lengths=lengths, absorb=not check_lengths), costs)
+    collator = collator_of(lengths=lengths, absorb=not check_lengths)
+    vars(trainer)["get_train_dataloader"] = partial(_loader, trainer, dataset, sampler, collator)
+    costs = None if profile is None else phase_costs(profile, recompute=recompute_of(trainer))
+    packs = PacksCallback(trainer, sampler, costs, layout, partial(_check, trainer, dataset, sampler, collator))
+    add_recipe(trainer, packs)
+    # Loss: of all target tokens of a step.
     loss.install()
-    # Batches of the samples asked for are what packs are compared with.
-    batches = max(round(asked / batch), 1)
-    asked_steps = AskedSteps(asked, batch_size, batches, args.num_train_epochs, args.max_steps, limits)
+    # Line: what an epoch becomes, and what is expected; its promise is corrected by what the first steps take.
     if trainer.is_world_process_zero():
         device = None if counted is None else counted.device
         with reporting("the line about packs"):
-            described = describe(
-                sampler, size.limits, costs, layout, asked_steps, device=device, is_measured=before is not None
-            )
-            print(described)
-    if counted is not None and language_of(model) is not None and not args.torch_compile:
-        promise = partial(compare, sampler, size.limits, layout=layout, asked_steps=asked_steps)
+            print(describe(sampler, size.limits, costs, layout, asked, device=device, is_measured=before is not None))
+    if counted is not None and language_of(model) is not None and not trainer.args.torch_compile:
+        promise = partial(compare, sampler, size.limits, layout=layout, asked_steps=asked)
         source = "counting" if before is None else "by an earlier run"
         replan = None if padded else lambda cost: plan(cost=cost)
         trainer.add_callback(CalibratesCosts(trainer, counted, packs, sampler, replan, promise, source))
@@ -261,14 +253,26 @@ def _begin(trainer: Trainer) -> None:
         ExactEvaluation(trainer).install()
     if layout_of(trainer) in ("zero3", "fsdp") and trainer.args.world_size > 1:
         with suppress(ConfigError):  # of a model whose encoders nobody has described
-            encode_in_every_evaluation(without_adapters(trainer.accelerator.unwrap_model(trainer.model)))
+            encode_in_every_evaluation(without_adapters(model_of(trainer)))
 
 
-def _collator_of(trainer: Trainer, padded: bool) -> Callable[..., PlannedCollator]:
+def _indexed(dataset: Any) -> Any:
+    """The training dataset, refused unless it is read by index."""
+    # Several streams by name have a length, too.
+    if not hasattr(dataset, "__len__") or isinstance(dataset, Mapping | IterableDataset):
+        raise DataError(
+            f"train_dataset must be read by index and have a length, got {type(dataset).__name__}; "
+            "balance_stream(trainer, limits) takes streams"
+        )
+    if not len(dataset):
+        raise DataError("train_dataset must hold at least one sample, got none")
+    return dataset
+
+
+def _collator_of(model: Any, collate: Collator, *, padded: bool) -> Callable[..., PlannedCollator]:
     """Makes a collator of packs from the trainer's own, for the lengths that packs were planned with."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
     kind = PaddedCollator if padded else partial(PackCollator, positions=positions_of(model.config))
-    return partial(kind, collate=trainer.data_collator, arguments=arguments_of(model))
+    return partial(kind, collate=collate, arguments=arguments_of(model))
 
 
 def _lengths(
@@ -291,42 +295,30 @@ def _profile(trainer: Trainer) -> ModelProfile | None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     found: ModelProfile | None = None
     with reporting("counting of costs"):
-        found = counted_profile(trainer.accelerator.unwrap_model(trainer.model), name)
+        found = counted_profile(model_of(trainer), name)
     return found if all(gather(found is not None)) else None  # ranks with costs meet later
 
 
-def _equip(trainer: Trainer, sampler: PackSampler, collator: PlannedCollator, costs: Costs | None) -> PacksCallback:
-    """Change what the trainer loads, computes, logs and goes on from."""
-    dataset: Any = trainer.train_dataset
+def _loader(trainer: Trainer, dataset: Any, sampler: PackSampler, collator: Any) -> PackLoader:
+    # Not handed to accelerator.prepare, which would deal a rank's packs to the ranks once more. On resuming Trainer
+    # skips batches, and reaches the sampler's set_epoch through Accelerate's SkipBatchSampler.
+    args, view = trainer.args, cast(Any, PackedView(dataset))
+    return PackLoader(
+        view,
+        batch_sampler=sampler,
+        collate_fn=collator,
+        pin_memory=args.dataloader_pin_memory,
+        persistent_workers=args.dataloader_persistent_workers,
+        **worker_options(args),
+    )
 
-    def check() -> None:
-        """Check that the dataset is the planned one, and that packed samples get the logits that they get alone."""
-        is_other = trainer.train_dataset is not dataset
-        if is_other:
-            raise ConfigError(
-                "train_dataset must stay the one that balance has planned, got another; make a new Trainer"
-            )
-        if isinstance(collator, PackCollator):
-            kind = trainer.accelerator.unwrap_model(trainer.model).config.model_type
-            samples = samples_to_check(sampler.lengths, is_known=kind in FAMILIES)
-            check_model(trainer, collator, [dataset[sample] for sample in samples])
 
-    def loader() -> PackLoader:
-        # Not handed to accelerator.prepare, which would deal a rank's packs to the ranks once more. On resuming Trainer
-        # skips batches, and reaches the sampler's set_epoch through Accelerate's SkipBatchSampler.
-        args = trainer.args
-        view: Any = PackedView(dataset)
-        collate: Any = collator  # it takes what the view draws, which is no list
-        return PackLoader(
-            view,
-            batch_sampler=sampler,
-            collate_fn=collate,
-            pin_memory=args.dataloader_pin_memory,
-            persistent_workers=args.dataloader_persistent_workers,
-            **worker_options(args),
-        )
-
-    vars(trainer)["get_train_dataloader"] = loader
-    packs = PacksCallback(trainer, sampler, costs, layout_of(trainer), check)
-    add_recipe(trainer, packs)
-    return packs
+def _check(trainer: Trainer, dataset: Any, sampler: PackSampler, collator: PlannedCollator) -> None:
+    """Check that the dataset is the planned one, and that packed samples get the logits that they get alone."""
+    is_other = trainer.train_dataset is not dataset
+    if is_other:
+        raise ConfigError("train_dataset must stay the one that balance has planned, got another; make a new Trainer")
+    if isinstance(collator, PackCollator):  # padded batches are made as they always were
+        is_known = model_of(trainer).config.model_type in FAMILIES
+        items = [dataset[sample] for sample in samples_to_check(sampler.lengths, is_known=is_known)]
+        check_model(trainer, collator, items)

@@ -11,7 +11,7 @@ from omnibal.cluster import Cluster, Layout
 from omnibal.config import layout_of, read_config
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.integrations.trainer.settings import SETTINGS
+from omnibal.integrations.trainer.settings import RULES
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from omnibal.profile.counted import analytic_profile
@@ -113,7 +113,7 @@ def test_what_packs_take_the_place_of_is_switched_off(content, wanted):
 
 
 def test_all_that_balance_refuses_is_switched_off():
-    refused = {name: rule.only[0] for name, rule in SETTINGS.items() if rule.only is not None}
+    refused = {name: rule.only[0] for name, rule in RULES.items()}
     always = {"remove_unused_columns": False}
     assert refused == {**BESIDE_PACKS, **always, "train_sampling_strategy": "random"}
     assert "remove_unused_columns=False" in HOSTS["transformers"].beside_packs

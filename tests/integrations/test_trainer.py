@@ -31,9 +31,17 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.loops import balanced_loader, replace_loader
-from omnibal.integrations.trainer.hooks import memory_of, wants_all_gradients
-from omnibal.integrations.trainer.loss import StepLoss, works_on_targets
-from omnibal.integrations.trainer.settings import SETTINGS, batch_size_of, recompute_of, refuse_settings, replicas_of
+from omnibal.integrations.trainer.loss import StepLoss
+from omnibal.integrations.trainer.settings import (
+    RULES,
+    batch_size_of,
+    memory_of,
+    recompute_of,
+    refuse_settings,
+    replicas_of,
+    wants_all_gradients,
+    works_on_targets,
+)
 from omnibal.integrations.trainer.steps import counted_profile
 from omnibal.integrations.transformers import balance, rearrange
 from omnibal.packs.losses import loss_per_target
@@ -792,10 +800,49 @@ def test_evaluation_keeps_its_batches(tmp_path):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_every_setting_has_a_rule():
+HARMLESS = (
+    # Optimizer and schedule, over the steps that packs make.
+    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args",
+    "optim_target_modules", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
+    # How a micro-batch is computed.
+    "bf16", "fp16", "tf32", "activation_checkpointing", "activation_checkpointing_kwargs",
+    "gradient_checkpointing", "gradient_checkpointing_kwargs", "torch_compile_backend", "torch_compile_mode",
+    "use_liger_kernel", "liger_kernel_config", "use_cache", "torch_empty_cache_steps", "full_determinism",
+    # Evaluation is Trainer's own.
+    "eval_strategy", "eval_steps", "eval_delay", "per_device_eval_batch_size", "prediction_loss_only",
+    "eval_on_start", "eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps",
+    "include_for_metrics", "batch_eval_metrics", "bf16_full_eval", "fp16_full_eval", "label_names",
+    "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
+    # What is logged, saved and sent.
+    "output_dir", "logging_strategy", "logging_steps", "logging_first_step", "log_on_each_node",
+    "logging_nan_inf_filter", "include_num_input_tokens_seen", "log_level", "log_level_replica", "disable_tqdm",
+    "report_to", "run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
+    "save_only_model", "save_strategy", "save_steps", "save_on_each_node", "save_total_limit",
+    "enable_jit_checkpoint", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy",
+    "hub_always_push", "hub_revision", "skip_memory_metrics", "debug",
+    # Which ranks there are, and how they talk.
+    "use_cpu", "local_rank", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_backend", "ddp_timeout",
+    # Read by scripts, not by Trainer.
+    "do_train", "do_eval", "do_predict", "resume_from_checkpoint",
+    # Of batches that packs take the place of: packs are drawn by their own seeded order, each sample once.
+    "length_column_name", "accelerator_config.use_seedable_sampler", "accelerator_config.even_batches",
+    "accelerator_config.non_blocking", "accelerator_config.use_configured_state",
+)  # fmt: skip
+HONOURED = (
+    "per_device_train_batch_size", "accelerator_config", "accelerator_config.split_batches",
+    "gradient_accumulation_steps", "accelerator_config.gradient_accumulation_kwargs",  # Trainer reads num_steps
+    "num_train_epochs", "max_steps", "seed", "data_seed", "ignore_data_skip",
+    "restore_callback_states_from_checkpoint", "dataloader_num_workers", "dataloader_pin_memory",
+    "dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context",
+    "torch_compile", "ddp_find_unused_parameters", "ddp_static_graph", "fsdp", "fsdp_config", "deepspeed",
+    "parallelism_config",  # context and sequence parallel ranks are refused by their numbers
+)  # fmt: skip
+
+
+def test_every_setting_is_refused_honoured_or_harmless():
     config = ["accelerator_config." + field.name for field in fields(AcceleratorConfig)]
     of_trl = {"packing", "padding_free"}
-    assert {field.name for field in fields(TrainingArguments)} | {*config} | of_trl == SETTINGS.keys()
+    assert {field.name for field in fields(TrainingArguments)} | {*config} | of_trl == {*HARMLESS, *HONOURED, *RULES}
 
 
 def test_a_batch_that_ranks_split_is_one_of_all_ranks():

@@ -1,4 +1,4 @@
-"""What packs need of a transformers.Trainer: what its settings say, what would break packs, and hooks on its way."""
+"""Hooks on a transformers.Trainer's way: what it logs, keeps in checkpoints, goes on from, and when it ends."""
 
 import time
 from abc import ABC, abstractmethod
@@ -13,28 +13,21 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
-from omnibal.advise.memory import RankMemory
 from omnibal.advise.wait import Sharding
-from omnibal.cluster import OVERHEAD_BYTES, Cluster
 from omnibal.cost import CostModel, Load
-from omnibal.data.lengths import SampleLengths
 from omnibal.data.packing_spec import OF, in_words
-from omnibal.device import Device
 from omnibal.errors import ConfigError, reporting
 from omnibal.feeds.sampler import MOST_SHOWN
-from omnibal.integrations.trainer.loss import works_on_targets
-from omnibal.integrations.trainer.settings import layout_of, recompute_of, replicas_of
-from omnibal.integrations.trainer.steps import Costs, Waiting, module_of
+from omnibal.integrations.trainer.settings import GIB
+from omnibal.integrations.trainer.steps import Costs, Waiting
 from omnibal.packs.collator import PackCollator
 from omnibal.packs.loading import PackSampler
 from omnibal.packs.padded import PaddedSampler
 from omnibal.packs.proof import check_packed
 from omnibal.processes import EndRequest, leave_ends_to_parent
 from omnibal.profile.calibration import SIZES
-from omnibal.profile.records import ModelProfile
 from omnibal.ranks import any_rank
 
-GIB: Final = 2**30
 NON_PADDING: Final = "non_padding"
 """The value of ``include_num_input_tokens_seen`` for tokens that are no padding."""
 
@@ -63,47 +56,6 @@ def worker_options(args: TrainingArguments) -> dict[str, Any]:
 def _begin_worker(worker: int, **seeds: int) -> None:
     leave_ends_to_parent(worker)
     seed_worker(worker, **seeds)
-
-
-def memory_of(trainer: Trainer, profile: ModelProfile | None, memory_gib: float) -> RankMemory:
-    """What ranks hold, where they have so much memory each."""
-    if profile is None:
-        raise ConfigError(
-            f"memory_gib must be None for a model whose layers are not counted, got {memory_gib} for "
-            f"{type(trainer.model).__name__}; say how much a pack may hold: balance(trainer, PackLimits(…))"
-        )
-    least = OVERHEAD_BYTES / GIB
-    if not least < memory_gib < float("inf"):
-        raise ConfigError(
-            f"memory_gib must be more than the {least:.1f} GiB that a device holds beside the model, got {memory_gib}"
-        )
-    cluster = Cluster(1, trainer.args.world_size, Device.named(profile.device), memory_bytes=memory_gib * GIB)
-    return RankMemory(profile, layout_of(trainer), cluster, recompute_of(trainer), works_on_targets(trainer))
-
-
-def wants_all_gradients(trainer: Trainer) -> bool:
-    """Whether the host cannot do without the ViT's gradients, even where no rank has an image."""
-    # DDP waits for the gradients of all parameters, unless it looks for unused ones in every step: it does not where
-    # the model, by itself or by the trainer's settings, computes activations again. DeepSpeed reduces gradients bucket
-    # by bucket, and ZeRO 3 gathers weights in the order of the steps before.
-    ddp = trainer.accelerator.ddp_handler
-    return bool(trainer.is_deepspeed_enabled or ddp.static_graph or not ddp.find_unused_parameters)
-
-
-def refuse_missing_kinds(trainer: Trainer, lengths: SampleLengths) -> None:
-    """Refuse data that bring a trained encoder nothing, where DDP waits for its gradients."""
-    if trainer.is_deepspeed_enabled or layout_of(trainer) != "ddp" or replicas_of(trainer)[1] == 1:
-        return
-    sees = bool(lengths.vision_units.any())
-    hears = sees if lengths.sound_units is None else bool(lengths.sound_units.any())  # Qwen2-Audio's are vision units
-    brought = {"vision": sees, "projector": sees, "sound": hears, "language": True}
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    lacking = [name for name, of in model.named_parameters() if of.requires_grad and not brought[module_of(name)]]
-    if lacking and wants_all_gradients(trainer):
-        raise ConfigError(
-            f"what is trained must get gradients from the data, got none of {module_of(lacking[0])} for {lacking[0]}; "
-            "DDP fails in the second step: freeze it, or set ddp_find_unused_parameters=True"
-        )
 
 
 _DOING: Final = "measuring of how even steps are"

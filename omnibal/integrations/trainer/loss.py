@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from omnibal.errors import ConfigError
 from omnibal.formats.collate import IGNORED
-from omnibal.integrations.trainer.settings import keeps_sft_loss, layout_of, replicas_of
-from omnibal.packs.collator import FAMILIES, vary_lengths, without_adapters
+from omnibal.integrations.trainer.settings import keeps_sft_loss, layout_of, model_of, replicas_of, works_on_targets
+from omnibal.packs.collator import vary_lengths, without_adapters
 from omnibal.packs.losses import (
     POWERS,
     Reduction,
@@ -33,16 +33,6 @@ TARGETS = ("labels", "shift_labels")
 """Fields of a batch that name target tokens; ``shift_labels``, if given, are what the loss takes."""
 
 
-def works_on_targets(trainer: Any) -> bool:
-    """Whether the head of a transformers.Trainer's model works on target rows alone under ``StepLoss``."""
-    # A compiled graph cannot hold gradients that are made in a forward pass; a tensor-parallel rank has a part of the
-    # words and knows no loss; of models outside of FAMILIES nobody has shown that the loss gets what the head gives;
-    # Gemma 4 bounds it before.
-    config = trainer.accelerator.unwrap_model(trainer.model).config
-    known = config.model_type in FAMILIES and getattr(config.get_text_config(), "final_logit_softcapping", None) is None
-    return not trainer.args.torch_compile and trainer.get_tp_size() == 1 and known
-
-
 class StepLoss:
     """The loss of a transformers.Trainer's step: Σ weight · loss / Σ weight over target tokens of all ranks and packs.
 
@@ -53,7 +43,7 @@ class StepLoss:
     def __init__(self, trainer: Any, reduction: Reduction) -> None:
         if reduction not in POWERS:
             raise ConfigError(f"loss_reduction must be one of {', '.join(POWERS)}, got {reduction!r}")
-        config = trainer.accelerator.unwrap_model(trainer.model).config
+        config = model_of(trainer).config
         text = config.get_text_config()
         self.routes = bool(getattr(text, "output_router_logits", False))
         self._keeps_loss = keeps_sft_loss(trainer)
@@ -102,7 +92,7 @@ class StepLoss:
                 self._trainer.compute_loss_func = self
         if not works_on_targets(self._trainer):
             return self._compute(model, inputs, *others, **options)
-        base = without_adapters(self._trainer.accelerator.unwrap_model(self._trainer.model))
+        base = without_adapters(model_of(self._trainer))
         weights = None if self._reduction == "token" else functional.pad(self._weights[0], (0, 1))
         targets = functional.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED), weights
         # Outside of the block the model is what it was: to be copied, saved, evaluated or given to another trainer.

@@ -1,4 +1,4 @@
-"""What a Trainer's settings say of batches: a rule for each of them, and what packs make of those that are honoured.
+"""What a Trainer's settings and model say of its steps and ranks, and which of them packs refuse.
 
 No transformers is imported before a Trainer of transformers 5 is checked: ``replace_loader`` serves older ones.
 """
@@ -12,90 +12,52 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from packaging.version import Version
 
+from omnibal.advise.memory import RankMemory
 from omnibal.advise.wait import Sharding
-from omnibal.errors import ConfigError
-from omnibal.profile.records import Level
+from omnibal.cluster import OVERHEAD_BYTES, Cluster
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.device import Device
+from omnibal.errors import ConfigError, integer
+from omnibal.integrations.trainer.steps import AskedSteps, module_of
+from omnibal.packs.collator import FAMILIES
+from omnibal.profile.records import Level, ModelProfile
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
 SFT_FLOOR: Final = "1.16"  # the oldest TRL in the tests: its loss is called with the target tokens of the whole step
+GIB: Final = 2**30
 FLOOR: Final = "5.23"  # the oldest transformers that the tests run with: balance changes what Trainer does inside
 COUNTED_BY_ACCELERATE: Final = "4.52"  # before it, Accelerate divides losses by the micro-batches of a step
 
 
 class Rule(NamedTuple):
-    """What becomes of a setting under packs."""
+    """Which values of a setting packs allow."""
 
-    effect: str
-    """``"honoured"``, ``"harmless"``, or why a value is refused."""
-    only: tuple[Any, ...] | None = None
-    """Values that are taken; None for all."""
+    only: tuple[Any, ...]
+    why: str
     of_loader: bool = False
     """Whether a trainer whose loader alone is replaced refuses other values, too."""
 
 
-HARMLESS, HONOURED = Rule("harmless"), Rule("honoured")
-SETTINGS: Final[Mapping[str, Rule]] = MappingProxyType(
-    dict.fromkeys(
-        (
-            # Optimizer and schedule, over the steps that packs make.
-            "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args",
-            "optim_target_modules", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
-            # How a micro-batch is computed.
-            "bf16", "fp16", "tf32", "activation_checkpointing", "activation_checkpointing_kwargs",
-            "gradient_checkpointing", "gradient_checkpointing_kwargs", "torch_compile_backend", "torch_compile_mode",
-            "use_liger_kernel", "liger_kernel_config", "use_cache", "torch_empty_cache_steps", "full_determinism",
-            # Evaluation is Trainer's own.
-            "eval_strategy", "eval_steps", "eval_delay", "per_device_eval_batch_size", "prediction_loss_only",
-            "eval_on_start", "eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps",
-            "include_for_metrics", "batch_eval_metrics", "bf16_full_eval", "fp16_full_eval", "label_names",
-            "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
-            # What is logged, saved and sent.
-            "output_dir", "logging_strategy", "logging_steps", "logging_first_step", "log_on_each_node",
-            "logging_nan_inf_filter", "include_num_input_tokens_seen", "log_level", "log_level_replica", "disable_tqdm",
-            "report_to", "run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
-            "save_only_model", "save_strategy", "save_steps", "save_on_each_node", "save_total_limit",
-            "enable_jit_checkpoint", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy",
-            "hub_always_push", "hub_revision", "skip_memory_metrics", "debug",
-            # Which ranks there are, and how they talk.
-            "use_cpu", "local_rank", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_backend", "ddp_timeout",
-            # Read by scripts, not by Trainer.
-            "do_train", "do_eval", "do_predict", "resume_from_checkpoint",
-            # Of batches that packs take the place of: packs are drawn by their own seeded order, each sample once.
-            "length_column_name", "accelerator_config.use_seedable_sampler", "accelerator_config.even_batches",
-            "accelerator_config.non_blocking", "accelerator_config.use_configured_state",
-        ),
-        HARMLESS,
-    )
-    | dict.fromkeys(
-        (
-            "per_device_train_batch_size", "accelerator_config", "accelerator_config.split_batches",
-            "gradient_accumulation_steps", "accelerator_config.gradient_accumulation_kwargs",  # Trainer reads num_steps
-            "num_train_epochs", "max_steps", "seed", "data_seed", "ignore_data_skip",
-            "restore_callback_states_from_checkpoint", "dataloader_num_workers", "dataloader_pin_memory",
-            "dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context",
-            "torch_compile", "ddp_find_unused_parameters", "ddp_static_graph", "fsdp", "fsdp_config", "deepspeed",
-            "parallelism_config",  # context and sequence parallel ranks are refused by their numbers
-        ),
-        HONOURED,
-    )
-    | {
-        "train_sampling_strategy": Rule("balance draws packs", ("random",)),
-        "remove_unused_columns": Rule("it drops what the collator reads", (False,)),
-        "average_tokens_across_devices": Rule("the loss is that of all ranks' target tokens", (True,)),
-        "label_smoothing_factor": Rule("the loss knows no smoothing", (0.0,)),
-        "neftune_noise_alpha": Rule("its noise shrinks with the length of what is run", (None,)),
-        "auto_find_batch_size": Rule("packs do not shrink", (False,), of_loader=True),
-        "dataloader_drop_last": Rule("each sample is trained once an epoch", (False,), of_loader=True),
-        "dataloader_in_order": Rule("the packs of a step belong together", (True,), of_loader=True),
-        "accelerator_config.dispatch_batches": Rule("each rank reads its own packs", (None, False), of_loader=True),
+RULES: Final[Mapping[str, Rule]] = MappingProxyType(
+    {
+        "train_sampling_strategy": Rule(("random",), "balance draws packs"),
+        "remove_unused_columns": Rule((False,), "it drops what the collator reads"),
+        "average_tokens_across_devices": Rule((True,), "the loss is that of all ranks' target tokens"),
+        "label_smoothing_factor": Rule((0.0,), "the loss knows no smoothing"),
+        "neftune_noise_alpha": Rule((None,), "its noise shrinks with the length of what is run"),
+        "auto_find_batch_size": Rule((False,), "packs do not shrink", of_loader=True),
+        "dataloader_drop_last": Rule((False,), "each sample is trained once an epoch", of_loader=True),
+        "dataloader_in_order": Rule((True,), "the packs of a step belong together", of_loader=True),
+        "accelerator_config.dispatch_batches": Rule((None, False), "each rank reads its own packs", of_loader=True),
         # Of TRL's SFTConfig.
-        "packing": Rule("balance packs", (False, None)),
-        "padding_free": Rule("balance packs", (False, None)),
+        "packing": Rule((False, None), "balance packs"),
+        "padding_free": Rule((False, None), "balance packs"),
     }
-)  # fmt: skip
-"""Every field of TrainingArguments and of its AcceleratorConfig."""
+)
+"""Settings that packs refuse; of every other one a test says whether packs honour it or it does not matter to them."""
 
 
 def refuse_values(args: Any, *, of_loader: bool = False) -> None:
@@ -104,39 +66,38 @@ def refuse_values(args: Any, *, of_loader: bool = False) -> None:
     Args:
         of_loader: Whether only what a replaced loader would break is refused.
     """
-    for name, rule in SETTINGS.items():
-        if rule.only is None or (of_loader and not rule.of_loader):
+    for name, rule in RULES.items():
+        if of_loader and not rule.of_loader:
             continue
         *outer, field = name.split(".")
         holder = getattr(args, outer[0], None) if outer else args
         value = getattr(holder, field, rule.only[0])
         if value not in rule.only:
-            raise ConfigError(f"{name} must be {rule.only[0]} to train on packs, got {value}; {rule.effect}")
+            raise ConfigError(f"{name} must be {rule.only[0]} to train on packs, got {value}; {rule.why}")
 
 
 def refuse_settings(trainer: "Trainer") -> None:
     """Refuse what packs would silently break, or be broken by; the message says what each must be."""
     import transformers
-    from transformers import Trainer
 
     if Version(transformers.__version__) < Version(FLOOR):
         raise ConfigError(
             f"transformers must be {FLOOR} or newer, got {transformers.__version__}; "
             "omnibal.integrations.loops.replace_loader serves older ones"
         )
-    args, kind = trainer.args, type(trainer)
+    kind = type(trainer)
     if "get_train_dataloader" in vars(trainer):
         raise ConfigError("balance must be called once for a trainer, got one that trains on packs")
     of_loss = () if keeps_sft_loss(trainer) else ("compute_loss", "training_step")
     for method in ("get_train_dataloader", "_get_train_sampler", *of_loss):
-        if getattr(kind, method) is not getattr(Trainer, method):
+        if getattr(kind, method) is not getattr(transformers.Trainer, method):
             raise ConfigError(
                 f"trainer must have Trainer's own {method}, got that of {kind.__name__}; "
                 "omnibal.integrations.loops.replace_loader(trainer, limits, model=model) changes its loader alone"
             )
-    refuse_values(args)
+    refuse_values(trainer.args)
     _refuse_shared_ranks(trainer)
-    model = trainer.accelerator.unwrap_model(trainer.model)
+    model = model_of(trainer)
     if not hasattr(model, "config"):
         raise ConfigError(f"model must be one of transformers' to train on packs, got {type(model).__name__}")
     if trainer.compute_loss_func is not None:
@@ -178,6 +139,11 @@ def keeps_sft_loss(trainer: Any) -> bool:
     return is_own and Version(version("trl")) >= Version(SFT_FLOOR)
 
 
+def model_of(trainer: Any) -> Any:
+    """The trainer's model without the wrappers of its layout."""
+    return trainer.accelerator.unwrap_model(trainer.model)
+
+
 def layout_of(trainer: Any) -> Sharding:
     """How the trainer's ranks share their work."""
     if trainer.is_deepspeed_enabled:
@@ -216,6 +182,19 @@ def batch_size_of(trainer: Any, num_replicas: int) -> int:
     return size // num_replicas
 
 
+def asked_steps(
+    trainer: Any, num_replicas: int, samples_per_step: int | None = None, limits: PackLimits | None = None
+) -> AskedSteps:
+    """What the settings ask of a run, or ``samples_per_step`` of all ranks together."""
+    args, batch_size = trainer.args, batch_size_of(trainer, num_replicas)
+    asked = batch_size * num_replicas * args.gradient_accumulation_steps
+    if samples_per_step is not None:
+        asked = integer("samples_per_step", samples_per_step, num_replicas)
+    # Batches of the samples asked for are what packs are compared with.
+    batches = max(round(asked / batch_size / num_replicas), 1)
+    return AskedSteps(asked, batch_size, batches, args.num_train_epochs, args.max_steps, limits)
+
+
 def set_micro_batches(trainer: Any, micro_batches: int) -> None:
     """Let an optimizer step have as many micro-batches of each rank; the arguments that the user holds stay."""
     found = trainer.args.gradient_accumulation_steps
@@ -234,7 +213,57 @@ def set_micro_batches(trainer: Any, micro_batches: int) -> None:
 
 def recompute_of(trainer: Any) -> Level:
     """What layers compute again in their backward passes."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    by_model = trainer.args.gradient_checkpointing or getattr(model, "is_activation_checkpointing", False)
+    by_model = trainer.args.gradient_checkpointing or getattr(model_of(trainer), "is_activation_checkpointing", False)
     by_fsdp = trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.activation_checkpointing
     return "full" if by_model or by_fsdp else "none"
+
+
+def works_on_targets(trainer: Any) -> bool:
+    """Whether the head of the trainer's model works on target rows alone under ``StepLoss``."""
+    # A compiled graph cannot hold gradients that are made in a forward pass; a tensor-parallel rank has a part of the
+    # words and knows no loss; of models outside of FAMILIES nobody has shown that the loss gets what the head gives;
+    # Gemma 4 bounds it before.
+    config = model_of(trainer).config
+    known = config.model_type in FAMILIES and getattr(config.get_text_config(), "final_logit_softcapping", None) is None
+    return not trainer.args.torch_compile and trainer.get_tp_size() == 1 and known
+
+
+def memory_of(trainer: "Trainer", profile: ModelProfile | None, memory_gib: float) -> RankMemory:
+    """What ranks hold, where they have so much memory each."""
+    if profile is None:
+        raise ConfigError(
+            f"memory_gib must be None for a model whose layers are not counted, got {memory_gib} for "
+            f"{type(trainer.model).__name__}; say how much a pack may hold: balance(trainer, PackLimits(…))"
+        )
+    least = OVERHEAD_BYTES / GIB
+    if not least < memory_gib < float("inf"):
+        raise ConfigError(
+            f"memory_gib must be more than the {least:.1f} GiB that a device holds beside the model, got {memory_gib}"
+        )
+    cluster = Cluster(1, trainer.args.world_size, Device.named(profile.device), memory_bytes=memory_gib * GIB)
+    return RankMemory(profile, layout_of(trainer), cluster, recompute_of(trainer), works_on_targets(trainer))
+
+
+def wants_all_gradients(trainer: "Trainer") -> bool:
+    """Whether the host cannot do without the ViT's gradients, even where no rank has an image."""
+    # DDP waits for the gradients of all parameters, unless it looks for unused ones in every step: it does not where
+    # the model, by itself or by the trainer's settings, computes activations again. DeepSpeed reduces gradients bucket
+    # by bucket, and ZeRO 3 gathers weights in the order of the steps before.
+    ddp = trainer.accelerator.ddp_handler
+    return bool(trainer.is_deepspeed_enabled or ddp.static_graph or not ddp.find_unused_parameters)
+
+
+def refuse_missing_kinds(trainer: "Trainer", lengths: SampleLengths) -> None:
+    """Refuse data that bring a trained encoder nothing, where DDP waits for its gradients."""
+    if trainer.is_deepspeed_enabled or layout_of(trainer) != "ddp" or replicas_of(trainer)[1] == 1:
+        return
+    sees = bool(lengths.vision_units.any())
+    hears = sees if lengths.sound_units is None else bool(lengths.sound_units.any())  # Qwen2-Audio's are vision units
+    brought = {"vision": sees, "projector": sees, "sound": hears, "language": True}
+    named = model_of(trainer).named_parameters()
+    lacking = [name for name, of in named if of.requires_grad and not brought[module_of(name)]]
+    if lacking and wants_all_gradients(trainer):
+        raise ConfigError(
+            f"what is trained must get gradients from the data, got none of {module_of(lacking[0])} for {lacking[0]}; "
+            "DDP fails in the second step: freeze it, or set ddp_find_unused_parameters=True"
+        )
