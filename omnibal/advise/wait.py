@@ -36,6 +36,8 @@ MEETINGS: Final[Mapping[Sharding, Meeting]] = {
     "fsdp": "phase",
 }
 """What ranks do on their own before they wait for each other."""
+CostByPhase = Mapping[str, CostModel]
+"""What a micro-batch costs in each phase, in seconds."""
 PHASES: Final = ("vision forward", "language forward", "language backward", "vision backward")
 """The order in which all ranks run them; the projector belongs to vision."""
 SOUND_PHASES: Final = ("sound forward", "sound backward")

@@ -44,7 +44,7 @@ from omnibal.integrations.trainer.settings import (
     set_micro_batches,
     wants_all_gradients,
 )
-from omnibal.integrations.trainer.steps import compare, counted_profile, describe, fit_step
+from omnibal.integrations.trainer.steps import counted_profile, describe, expected_gains, fit_step
 from omnibal.integrations.trainer.streams import pack_stream
 from omnibal.packs.collator import (
     FAMILIES,
@@ -139,7 +139,7 @@ def balance(
             refuse_long_rows(model, limits)
     counted = _profile(trainer)
     before = measured_before(trainer, counted)
-    profile, cost = before or (counted, None)
+    profile = before or counted
     row = None if padded else longest_row(model)
     size = fit_step(
         typical_lengths(lengths, mixture),
@@ -152,8 +152,7 @@ def balance(
         memory=None if memory_gib is None or limits is not None else memory_of(trainer, profile, memory_gib),
     )
     # Sampler: the same packs on all ranks, each of which takes its own.
-    plan = partial(
-        PaddedSampler if padded else PackSampler,
+    sampler = (PaddedSampler if padded else PackSampler)(
         lengths,
         size.limits,
         num_replicas=num_replicas,
@@ -163,7 +162,6 @@ def balance(
         image_in_every_pack=wants_all_gradients(trainer),
         mixture=mixture,
     )
-    sampler = plan(cost=None if padded else cost)
     sampler.verify(gather)
     if check_lengths:
         refuse_other_lengths(collator_of(), dataset, lengths)
@@ -182,10 +180,9 @@ def balance(
         with reporting("the line about packs"):
             print(describe(sampler, size.limits, costs, layout, asked, device=device, is_measured=before is not None))
     if counted is not None and language_of(model) is not None and not trainer.args.torch_compile:
-        promise = partial(compare, sampler, size.limits, layout=layout, asked_steps=asked)
+        promise = partial(expected_gains, sampler, size.limits, layout=layout, asked_steps=asked)
         source = "counting" if before is None else "by an earlier run"
-        replan = None if padded else lambda cost: plan(cost=cost)
-        trainer.add_callback(CalibratesCosts(trainer, counted, packs, sampler, replan, promise, source))
+        trainer.add_callback(CalibratesCosts(trainer, counted, packs, promise, source))
     return sampler
 
 

@@ -27,7 +27,7 @@ WARM_UP: Final = 2
 STEPS: Final = 20
 """Steps after which costs are fitted."""
 MOST_PASSES: Final = 4096  # of all ranks together; more tell nothing new
-SIZES: Final = tuple(field.name for field in fields(CostModel))
+SIZES: Final = tuple(field.name for field in fields(CostModel))  # "fixed" and the sizes of a Load, in Load's order
 # Columns of a part: CostModel's coefficients, and seconds of each layer whatever the pass holds (starting kernels).
 _COLUMNS = len(SIZES) + 1
 # Relative errors above it count by their absolute value, so that single slow passes do not move the fit.
@@ -105,12 +105,10 @@ class Calibration(Record):
         return replace(counted, layers=tuple(map(self._corrected, counted.layers)), device=self.device)
 
     def _corrected(self, layer: LayerCost) -> LayerCost:
-        part = layer.part
-
         def scaled(cost: CostModel, direction: str) -> CostModel:
             if cost == CostModel():
                 return cost
-            of_part = self.factors[f"{part} {direction}"]
+            of_part = self.factors[f"{layer.part} {direction}"]
             each = {size: getattr(cost, size) * of_part[size] for size in SIZES}
             return CostModel(**each | {"fixed": each["fixed"] + of_part["layer_seconds"]})
 
@@ -129,11 +127,7 @@ class Calibration(Record):
 
     @classmethod
     def load(cls, path: Path) -> Calibration:
-        """Read the last calibration in a file of JSON lines, such as a run's log.
-
-        Raises:
-            ConfigError: The file cannot be read, or holds none.
-        """
+        """Read the last calibration in a file of JSON lines, such as a run's log."""
         try:
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         except (OSError, UnicodeDecodeError) as error:
@@ -154,11 +148,7 @@ def calibrate(
 ) -> Calibration | None:
     """Fit the factors under which counted costs are those of timed passes; None where no pass was timed.
 
-    Args:
-        profile: Counted costs.
-        passes: Without those of the first steps.
-        recompute: A level for each layer.
-        device: What the passes ran on.
+    ``recompute`` has a level for each layer, ``passes`` none of the first steps, and ``device`` is what they ran on.
 
     Source: LoongForge fits a·l² + b·l + c to iterations 2 to 11; deviations: by part, by size, and robust.
     """
@@ -231,13 +221,12 @@ def _counted(profile: ModelProfile, passes: Sequence[TimedPass], recompute: Sequ
     sums = np.concatenate([np.zeros((1, *of_layer.shape[1:])), of_layer.cumsum(axis=0)])
     first, behind = np.array([each.layers for each in passes], dtype=np.int64).reshape(-1, 2).T
     direction = np.array([int(each.is_backward) for each in passes], dtype=np.int64)
-    # CostModel's fields are "fixed" and the sizes of a Load, in the same order.
     loads = np.array([(1, *each.load, 1) for each in passes], dtype=np.float64).reshape(-1, _COLUMNS)
     counted: FloatArray = (sums[behind, direction] - sums[first, direction]) * loads[:, None]
     return counted
 
 
 def _hash_of(profile: ModelProfile) -> str:
-    # Whether adapters are trained, and of which rank, is no matter of the model.
+    # Adapters are left out: the model is the same whatever is trained of it.
     known = [(layer.name, layer.kind, layer.sizes.get("hidden")) for layer in profile.layers]
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]

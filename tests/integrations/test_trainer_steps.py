@@ -16,9 +16,9 @@ from omnibal.integrations.trainer.steps import (
     KEPT,
     AskedSteps,
     Waiting,
-    compare,
     counted_profile,
     describe,
+    expected_gains,
     fit_step,
     padding_share,
     samples_per_pack,
@@ -49,15 +49,17 @@ def test_a_step_lasts_as_long_as_its_slowest_rank_between_meetings():
 
 def test_gains_of_packing_and_of_balance_multiply():
     limits = PackLimits(9, 4096)
-    packed = compare(PackSampler(LENGTHS, limits, rank=0, **RANKS), limits, COSTS, "ddp", BATCHES)
+    packed = expected_gains(PackSampler(LENGTHS, limits, rank=0, **RANKS), limits, COSTS, "ddp", BATCHES)
     assert packed.packing > 1.2
     assert packed.balance > 1.05
     assert packed.grouped > 1.02
-    padded = compare(PaddedSampler(LENGTHS, limits, rank=0, **RANKS), limits, COSTS, "ddp", BATCHES)
+    padded = expected_gains(PaddedSampler(LENGTHS, limits, rank=0, **RANKS), limits, COSTS, "ddp", BATCHES)
     assert padded.packing is None
     assert 1.2 < padded.balance < packed.packing * packed.balance
     even = SampleLengths([1] * 400, [100] * 400)
-    nothing = compare(PackSampler(even, PackLimits(4, 400), rank=0, **RANKS), PackLimits(4, 400), COSTS, "ddp", BATCHES)
+    nothing = expected_gains(
+        PackSampler(even, PackLimits(4, 400), rank=0, **RANKS), PackLimits(4, 400), COSTS, "ddp", BATCHES
+    )
     assert str(nothing) == "no gain here: 1.00x the samples a second of random batches is expected"
 
 

@@ -1,23 +1,23 @@
-"""Times the passes of a trainer's first steps, and corrects counted costs by them, and the packs of the next run."""
+"""Times the passes of a trainer's first steps and corrects counted costs by them, so that the next run's promise holds.
+
+``omnibal.profile.calibration`` fits the factors; this file, which needs torch, takes the times.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerState
 
-from omnibal.advise.wait import MEETINGS, SOUND_PHASES, Sharding, phase_costs
-from omnibal.cost import CostModel, Load
+from omnibal.advise.wait import MEETINGS, CostByPhase, phase_costs
+from omnibal.cost import Load
 from omnibal.errors import ConfigError, reporting, said
 from omnibal.integrations.trainer.hooks import PacksCallback
 from omnibal.integrations.trainer.settings import recompute_of, replicas_of
-from omnibal.integrations.trainer.steps import SOUND, Costs, Gains, first_steps, samples_per_step, step_seconds
+from omnibal.integrations.trainer.steps import SOUND, Gains
 from omnibal.packs.collator import language_of
-from omnibal.packs.loading import PackSampler
 from omnibal.profile.calibration import (
     MOST_PASSES,
     STEPS,
@@ -30,35 +30,21 @@ from omnibal.profile.calibration import (
 )
 from omnibal.profile.records import ModelProfile, every_layer
 from omnibal.ranks import gather
-from omnibal.records import parse_json
 from omnibal.vlm.passes import Mark, device_name, mark, seconds_between
 
 FILE: Final = "omnibal_calibration.json"  # in a trainer's output_dir
-LEAST_GAIN: Final = 0.005  # share of a step's seconds from which on packs follow measured costs
-MOST_ERROR: Final = 0.1  # of a fit that packs follow
 _DOING: Final = "calibration of counted costs"
-_COST: Final = TypeAdapter(CostModel | None)
 
 
-class AdoptedCosts(NamedTuple):
-    """What an earlier run in the same ``output_dir`` measured."""
-
-    profile: ModelProfile
-    """Costs as measured."""
-    pack_cost: CostModel | None
-    """What packs are to be even in; None to leave them as they are."""
-
-
-def measured_before(trainer: Trainer, counted: ModelProfile | None) -> AdoptedCosts | None:
-    """What rank 0 finds in ``output_dir``, for all ranks alike; None where nothing fits the model and its device."""
+def measured_before(trainer: Trainer, counted: ModelProfile | None) -> ModelProfile | None:
+    """Costs that an earlier run left in ``output_dir``, read by rank 0 for all; None if none fit model and device."""
     path, found = Path(str(trainer.args.output_dir)) / FILE, None
     if trainer.is_world_process_zero() and counted is not None and path.is_file():
         try:
             calibration = Calibration.load(path)
             if calibration.device != device_name(trainer.args.device):
                 raise ConfigError(f"device must be {calibration.device}, got {device_name(trainer.args.device)}")
-            cost = _COST.validate_python(parse_json(path.read_bytes())["pack_cost"])
-            found = AdoptedCosts(calibration.apply(counted), cost)
+            found = calibration.apply(counted)
         except Exception as error:  # a run needs none of it
             print(f"omnibal: {path} is left alone: {said(error)}")
     return gather(found)[0]
@@ -152,14 +138,13 @@ _ENDS: Final = {
 
 def passes_of(marks: Mapping[str, Mark], load: tuple[float, ...], profile: ModelProfile) -> list[TimedPass]:
     """The passes of a micro-batch, one for each of ``parts_of``, of 0 seconds where a mark is missing."""
-
-    def seconds(part: str) -> float:
-        begin, end = _ENDS[part]
-        return seconds_between(marks[begin], marks[end]) if begin in marks and end in marks else 0.0
-
-    marks = dict(marks)
-    marks.setdefault("vision backward", marks.get("end", 0.0))
-    taken = {part: seconds(part) for part in parts_of(profile)}
+    marks = {"vision backward": marks.get("end", 0.0), **marks}
+    parts = parts_of(profile)
+    taken = {
+        part: seconds_between(marks[begin], marks[end]) if begin in marks and end in marks else 0.0
+        for part, (begin, end) in _ENDS.items()
+        if part in parts
+    }
     # Sounds are encoded between the marks of the ViT.
     for direction in ("forward", "backward"):
         taken[f"vision {direction}"] -= taken.get(f"sound {direction}", 0.0)
@@ -167,31 +152,28 @@ def passes_of(marks: Mapping[str, Mark], load: tuple[float, ...], profile: Model
     for number, layer in enumerate(profile.layers):
         of_layers.setdefault(layer.part, []).append(number)
     layers = {part: (numbers[0], numbers[-1] + 1) for part, numbers in of_layers.items()}
-    return [
-        TimedPass(layers[part.split()[0]], part.endswith("backward"), load, seconds) for part, seconds in taken.items()
-    ]
+    return [TimedPass(layers[part.split()[0]], part.endswith("backward"), load, taken[part]) for part in parts]
 
 
 class CalibratesCosts(TrainerCallback):  # type: ignore[misc]
     """Times steps 3 to 20, has the ranks share the times once, and says by how much the promise was off.
 
-    The run's own packs stay as they are. They depend on its data and its seed alone, not on how busy a machine was,
-    and a run that goes on gets the same; the next run finds the costs in ``output_dir``.
+    Packs stay as they are: they depend on data and seed alone, not on how busy a machine was. The next run into the
+    same ``output_dir`` finds the costs there and promises by them. ``promise`` says what packs gain by given costs,
+    ``source`` where the costs of the first promise came from.
     """
 
     def __init__(
         self,
         trainer: Trainer,
-        profile: ModelProfile,
+        counted: ModelProfile,
         packs: PacksCallback,
-        sampler: PackSampler,
-        replan: Callable[[CostModel], PackSampler] | None,
-        promise: Callable[[Costs | None], Gains],
+        promise: Callable[[CostByPhase | None], Gains],
         source: str,
     ) -> None:
-        self._trainer, self._profile, self._packs, self._sampler = trainer, profile, packs, sampler
-        self._replan, self._promise, self._source = replan, promise, source
-        self._levels = every_layer(recompute_of(trainer), len(profile.layers))
+        self._trainer, self._counted, self._packs = trainer, counted, packs
+        self._promise, self._source = promise, source
+        self._levels = every_layer(recompute_of(trainer), len(counted.layers))
         self._steps, self._timed = 0, list[tuple[dict[str, Mark], tuple[float, ...]]]()
         self._timer: PassTimer | None = None
 
@@ -211,7 +193,12 @@ class CalibratesCosts(TrainerCallback):  # type: ignore[misc]
                     self._timed += zip(marks, loads, strict=True)
         if self._steps == STEPS:  # on all ranks, whatever one of them could not measure
             self._close()
-            gathered = gather(self._passes(args))
+            own = list[list[TimedPass]]()
+            with reporting(_DOING):
+                most = max(MOST_PASSES // (len(parts_of(self._counted)) * args.world_size), 1)
+                kept = self._timed[:: max(-(-len(self._timed) // most), 1)]
+                own = [passes_of(*each, self._counted) for each in kept]
+            gathered = gather(own)
             with reporting(_DOING):
                 self._calibrate(args, gathered)
 
@@ -225,72 +212,30 @@ class CalibratesCosts(TrainerCallback):  # type: ignore[misc]
                 self._timer.close()
         self._timer = None
 
-    def _passes(self, args: Any) -> list[list[TimedPass]]:
-        with reporting(_DOING):
-            most = max(MOST_PASSES // (len(parts_of(self._profile)) * args.world_size), 1)
-            kept = self._timed[:: max(-(-len(self._timed) // most), 1)]
-            return [passes_of(*each, self._profile) for each in kept]
-        return []
-
     def _calibrate(self, args: Any, gathered: Sequence[Sequence[Sequence[TimedPass]]]) -> None:
         passes = [each for of_rank in gathered for of_micro_batch in of_rank for each in of_micro_batch]
         if MEETINGS[self._packs.layout] == "phase":
-            passes = self._heaviest(gathered)
-        found = calibrate(self._profile, passes, self._levels, device=device_name(args.device))
+            # Ranks begin and end these passes together: of each, that of the rank with most to do, as the others wait.
+            counted = phase_costs(self._counted, recompute=self._levels[0])
+            passes = [
+                max(alike, key=lambda each: float(counted[part](Load(*each.load))))
+                for of_ranks in zip(*gathered, strict=False)
+                for part, alike in zip(parts_of(self._counted), zip(*of_ranks, strict=True), strict=True)
+            ]
+        found = calibrate(self._counted, passes, self._levels, device=device_name(args.device))
         if found is None:  # on all ranks alike: all fit the same passes
             return
-        before, now = self._packs.costs, phase_costs(found.apply(self._profile), recompute=self._levels[0])
+        before, now = self._packs.costs, phase_costs(found.apply(self._counted), recompute=self._levels[0])
         self._packs.costs = now
-        if self._trainer.is_world_process_zero():
-            print(self._report(found, self._promise(before).whole, now))
-
-    def _heaviest(self, gathered: Sequence[Sequence[Sequence[TimedPass]]]) -> list[TimedPass]:
-        """Of the passes that ranks begin and end together, those of the rank with most to do: the others wait."""
-        counted = phase_costs(self._profile, recompute=self._levels[0])
-        return [
-            max(alike, key=lambda each: float(counted[part](Load(*each.load))))
-            for of_ranks in zip(*gathered, strict=False)
-            for part, alike in zip(parts_of(self._profile), zip(*of_ranks, strict=True), strict=True)
-        ]
-
-    def _report(self, found: Calibration, promised: float, now: Costs) -> str:
-        """Keep the costs for the next run, and say what they are and promise."""
+        if not self._trainer.is_world_process_zero():
+            return
         told = (
-            f"omnibal: steps {WARM_UP + 1} to {STEPS} measured: {found}; promised {promised:.2f}x the samples a second "
-            f"of random batches, {self._source}; now {self._promise(now).whole:.2f}x, measured"
+            f"omnibal: steps {WARM_UP + 1} to {STEPS} measured: {found}; promised {self._promise(before).whole:.2f}x "
+            f"the samples a second of random batches, {self._source}; now {self._promise(now).whole:.2f}x, measured"
         )
-        cost, gain = self._sampler.cost, 0.0
-        if self._replan is not None and found.error <= MOST_ERROR:
-            cost, gain = better_cost(self._sampler, self._replan, now, self._packs.layout)
-        if gain:
-            told += f"; packs of the next run into this output_dir are even in these costs, {gain:.1%} off a step"
-        path = Path(str(self._trainer.args.output_dir)) / FILE
+        path = Path(str(args.output_dir)) / FILE
         try:
-            path.write_text(found.line(pack_cost=None if cost is None else asdict(cost)))
+            path.write_text(found.line())
         except OSError as error:
             told += f"; {path} cannot be written: {error}"
-        return told
-
-
-def better_cost(
-    sampler: PackSampler, replan: Callable[[CostModel], PackSampler], costs: Costs, layout: Sharding
-) -> tuple[CostModel | None, float]:
-    """The cost to make packs even in, and the share of a step's seconds that it takes off.
-
-    The one of the sampler stays unless whole micro-batches' cost, or the LLM's, takes off ``LEAST_GAIN`` in simulated
-    steps: packs are even in vision units anyway, and a wrong cost beside these matters little for tiles.
-    """
-
-    def seconds(of_sampler: PackSampler) -> float:
-        return step_seconds(first_steps(of_sampler), costs, layout) / samples_per_step(of_sampler)
-
-    language = costs["language forward"] + costs["language backward"]
-    whole = costs["vision forward"] + language + costs["vision backward"]
-    for phase in SOUND_PHASES:
-        # Sounds beside a ViT have units of their own, in which packs are even anyway.
-        whole += replace(costs.get(phase, CostModel()), sound_units=0.0)
-    # The fixed part is the same for all packs.
-    found = {replace(cost, fixed=0.0): seconds(replan(replace(cost, fixed=0.0))) for cost in (language, whole)}
-    best = min(found, key=lambda cost: found[cost])
-    gain = 1 - found[best] / seconds(sampler)
-    return (best, gain) if gain >= LEAST_GAIN else (sampler.cost, 0.0)
+        print(told)

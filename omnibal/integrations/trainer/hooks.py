@@ -13,13 +13,13 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
-from omnibal.advise.wait import Sharding
+from omnibal.advise.wait import CostByPhase, Sharding
 from omnibal.cost import CostModel, Load
 from omnibal.data.packing_spec import OF, in_words
 from omnibal.errors import ConfigError, reporting
 from omnibal.feeds.sampler import MOST_SHOWN
 from omnibal.integrations.trainer.settings import GIB
-from omnibal.integrations.trainer.steps import Costs, Waiting
+from omnibal.integrations.trainer.steps import Waiting
 from omnibal.packs.collator import PackCollator
 from omnibal.packs.loading import PackSampler
 from omnibal.packs.padded import PaddedSampler
@@ -121,7 +121,12 @@ class PacksCallback(RecipeCallback):
     """Goes on with the same packs only, and tells how even steps were; ``check`` checks the model before the first."""
 
     def __init__(
-        self, trainer: Trainer, sampler: PackSampler, costs: Costs | None, layout: Sharding, check: Callable[[], None]
+        self,
+        trainer: Trainer,
+        sampler: PackSampler,
+        costs: CostByPhase | None,
+        layout: Sharding,
+        check: Callable[[], None],
     ) -> None:
         self._trainer, self._sampler, self._check = trainer, sampler, check
         self.costs, self.layout, self._accumulation = costs, layout, trainer.args.gradient_accumulation_steps

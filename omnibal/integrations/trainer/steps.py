@@ -1,6 +1,6 @@
 """What a trainer's steps become: limits and packs of a step by its samples, and what is expected of them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import ceil
@@ -12,8 +12,8 @@ from omnibal.advise.batches import Batching, Samples, padded_batches, random_pac
 from omnibal.advise.gains import Way, gain_in_words
 from omnibal.advise.memory import RankMemory
 from omnibal.advise.models import adapted_profile
-from omnibal.advise.wait import MEETINGS, Sharding, wait
-from omnibal.cost import CostModel, FloatArray, Load
+from omnibal.advise.wait import MEETINGS, CostByPhase, Sharding, wait
+from omnibal.cost import FloatArray, Load
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limit_search import SOUND_SLACKS, TOKEN_MULTIPLE, TOKEN_SLACKS, search_limits
@@ -44,8 +44,6 @@ LEAST_GAIN: Final = 1.02  # below it a gain is none: counted costs are no better
 SHOWN_WHOLE: Final = 100  # samples of a step from which on no tenths are shown
 VISION, PROJECTOR = ("vision_tower", "visual", "vision_model"), ("multi_modal_projector", "connector", "merger")
 SOUND: Final = "audio_tower"
-
-Costs = Mapping[str, CostModel]
 
 
 @dataclass(frozen=True)
@@ -301,7 +299,7 @@ class Waiting:
     """Dist Ratio in units of an encoder of sound beside the ViT."""
 
     @classmethod
-    def of(cls, loads: Load, costs: Costs | None, layout: Sharding) -> "Waiting":
+    def of(cls, loads: Load, costs: CostByPhase | None, layout: Sharding) -> "Waiting":
         """Waiting in steps whose loads have shape (steps, ranks, micro-batches)."""
         columns = loads.vision_units, loads.llm_tokens, loads.sound_units
         if MEETINGS[layout] == "step":
@@ -320,14 +318,14 @@ class Waiting:
         return [f"Dist Ratio {self.vision:.1%} in {vision_unit}, {self.tokens:.1%} in tokens{sound}"]
 
 
-def _busy_and_waited(loads: Load, costs: Costs, layout: Sharding) -> tuple[FloatArray, FloatArray]:
+def _busy_and_waited(loads: Load, costs: CostByPhase, layout: Sharding) -> tuple[FloatArray, FloatArray]:
     """Seconds of each rank of each step."""
     seconds = {phase: cost(loads) for phase, cost in costs.items()}
     busy = np.sum(list(seconds.values()), axis=0).sum(axis=2)
     return busy, np.sum(list(wait(seconds, layout).values()), axis=0)
 
 
-def step_seconds(loads: Load, costs: Costs, layout: Sharding) -> float:
+def step_seconds(loads: Load, costs: CostByPhase, layout: Sharding) -> float:
     """Mean seconds of a step: computing and waiting, the same on all ranks."""
     busy, waited = _busy_and_waited(loads, costs, layout)
     return float((busy + waited).mean())
@@ -393,7 +391,9 @@ class AskedSteps:
         )
 
 
-def compare(sampler: PackSampler, limits: PackLimits, costs: Costs, layout: Sharding, asked_steps: AskedSteps) -> Gains:
+def expected_gains(
+    sampler: PackSampler, limits: PackLimits, costs: CostByPhase, layout: Sharding, asked_steps: AskedSteps
+) -> Gains:
     """Compare the sampler's steps with the host's own batches, and with packs that are not balanced."""
     samples, ranks = _drawn(sampler, asked_steps)
 
@@ -462,7 +462,7 @@ def _told_limits(sampler: PackSampler, limits: PackLimits, asked_steps: AskedSte
 def describe(
     sampler: PackSampler,
     limits: PackLimits,
-    costs: Costs | None,
+    costs: CostByPhase | None,
     layout: Sharding,
     asked_steps: AskedSteps,
     *,
@@ -495,7 +495,7 @@ def describe(
     if costs is not None:
         source = "counted" if device is None else f"counted for {device}"
         source = "by costs that an earlier run measured" if is_measured else f"{source}, not measured"
-        parts.append(f"{compare(sampler, limits, costs, layout, asked_steps)} ({source})")
+        parts.append(f"{expected_gains(sampler, limits, costs, layout, asked_steps)} ({source})")
     return "; ".join(parts)
 
 

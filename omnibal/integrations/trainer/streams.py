@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerState
 
-from omnibal.advise.wait import phase_costs
+from omnibal.advise.wait import CostByPhase, phase_costs
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
@@ -22,7 +22,6 @@ from omnibal.feeds.stream import FATES, FREE
 from omnibal.integrations.streams import StreamLoader
 from omnibal.integrations.trainer.hooks import PacksCallback, add_recipe, check_model, worker_options
 from omnibal.integrations.trainer.settings import data_seed, layout_of, recompute_of, replicas_of
-from omnibal.integrations.trainer.steps import Costs
 from omnibal.packs.collator import PackCollator, arguments_of, positions_of
 from omnibal.packs.encoders import blank_samples
 from omnibal.packs.proof import two_texts
@@ -199,7 +198,7 @@ def keep_place(trainer: Trainer, batches: PlacedBatches) -> None:
 class StreamCallback(PacksCallback):
     """Goes on with the same packs only, and tells how even steps were."""
 
-    def __init__(self, trainer: Trainer, loader: StreamLoader, costs: Costs | None) -> None:
+    def __init__(self, trainer: Trainer, loader: StreamLoader, costs: CostByPhase | None) -> None:
         texts = two_texts(trainer.accelerator.unwrap_model(trainer.model).config)
         sampler: Any = loader
         super().__init__(trainer, sampler, costs, layout_of(trainer), lambda: check_model(trainer, *texts))
