@@ -7,51 +7,58 @@ images do.
 """
 
 import re
+from base64 import b64decode
+from binascii import Error
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+from urllib.parse import unquote_to_bytes
 
 from omnibal.errors import DataError
 from omnibal.families.base import Size
-from omnibal.formats.inline import ADDRESSES, content_of, unwrapped
 
 IMAGE_MARK: Final = "<image>"
 VIDEO_MARK: Final = "<video>"
 SOUND_MARK: Final = "<audio>"
 ROLES: Final = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+# Roles that advice counts as users': turns of tools carry no loss. Training does not take them.
 OTHER_ASKERS: Final = ("tool", "observation", "tool_response", "function_response")
-"""Roles that advice counts as users': turns of tools carry no loss. Training does not take them."""
 TURN_KEYS: Final = ("conversations", "messages", "conversation")
 QUESTION_KEYS: Final = ("instruction", "input", "prompt", "query", "question")
 ANSWER_KEYS: Final = ("output", "response", "answer", "completion")
 IMAGE_KEYS: Final = ("image", "images", "image_path", "img")
-PICTURE_WORDS: Final = ("image", "img", "picture", "photo")
-"""Of keys that may hold pictures."""
+PICTURE_WORDS: Final = ("image", "img", "picture", "photo")  # of keys that may hold pictures
+# Key of the files that a tar shard holds beside a record, by their marks; they replace those that the record names.
 BESIDE: Final = "__beside__"
-"""Key of the files that a tar shard holds beside a record, by their marks; they stand for those that the record names.
-"""
+# Where a part of a message holds an image, by name or by content.
 PART_KEYS: Final = ("image", "image_url", "path", "url", "source", "base64", "data", "bytes")
-"""Where a part of a message holds an image, by name or by content."""
 VIDEO_KEYS: Final = ("video", "videos")
 SOUND_KEYS: Final = ("audio", "audios")
-FRAME_FILES: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
-"""Files that are frames of one video where a record lists them as its video."""
+FRAME_FILES: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp")  # frames of one video if a record's video lists them
+# What qwen-vl-utils and qwen-omni-utils read beside a video or a sound.
 OWN_SAMPLING: Final = (
     *("fps", "sample_fps", "nframes", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels"),
     *("video_start", "video_end", "resized_height", "resized_width", "audio_start", "audio_end"),
 )
-"""What qwen-vl-utils and qwen-omni-utils read beside a video or a sound."""
+LONGEST_PATH: Final = 4096  # Linux opens no longer one (PATH_MAX): what is longer is the content itself
+SHORTEST_CONTENT: Final = 48  # characters of base64, below which no picture fits
+ADDRESSES: Final = ("http://", "https://", "s3://", "gs://", "hf://", "ftp://")
+# Keys of a record in place of a file: what holds its content, and what names the file or is a record again.
+CONTENT_KEYS: Final = ("bytes", "base64", "b64_json", "data")
+PLACE_KEYS: Final = ("url", "image_url", "path", "image", "source", "file")
+# How base64 of images (JPEG, PNG, GIF, WebP, BMP, TIFF), sounds and videos (FLAC, Ogg, MP3, Matroska, MP4) begins.
+STARTS: Final = (
+    *("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR", "Qk", "SUkq", "TU0AK"),
+    *("ZkxhQ", "T2dnU", "SUQz", "GkXfo", "AAAA"),
+)
+_BASE64: Final = re.compile(r"[A-Za-z0-9+/_\-\s]+={0,2}\s*")
 PREFERENCE_KEYS: Final = ("chosen", "rejected", "rejected_response", "rejected_messages", "kto_tag")
-NAMED_IMAGE: Final = re.compile(r"<img>([^<>]+)</img>")
-"""Qwen-VL's way to name an image within the text."""
+NAMED_IMAGE: Final = re.compile(r"<img>([^<>]+)</img>")  # Qwen-VL's way to name an image within the text
 
-Picture = Path | bytes
-"""An image file, or the content of one."""
-Video = Picture | tuple[Picture, ...]
-"""A video file, the content of one, or images that are its frames."""
-Named = dict[str, list[Any]]
-"""What a record or a turn names, by the mark that stands for each."""
+Picture = Path | bytes  # an image file, or the content of one
+Video = Picture | tuple[Picture, ...]  # a video file, the content of one, or images that are its frames
+Named = dict[str, list[Any]]  # what a record or a turn names, by the mark that stands for each
 
 
 class Turn(NamedTuple):
@@ -101,8 +108,13 @@ def read_conversation(record: Mapping[str, Any], root: Path, *, strict: bool = T
     for key in PREFERENCE_KEYS:
         if record.get(key) is not None:
             raise DataError(f"sample must be for supervised training, got preferences ({key!r})")
-    clips = {VIDEO_MARK: _named_videos(record), SOUND_MARK: _named_clips(record, SOUND_KEYS)}
-    named: Named = {**clips, IMAGE_MARK: _named_images(record)}
+    videos = _named_clips(record, VIDEO_KEYS)
+    is_frames = len(videos) > 1 and all(str(name).lower().endswith(FRAME_FILES) for name in videos)
+    named: Named = {
+        VIDEO_MARK: [videos] if is_frames else videos,
+        SOUND_MARK: _named_clips(record, SOUND_KEYS),
+        IMAGE_MARK: _named_images(record),
+    }
     names_images = bool(named[IMAGE_MARK])
     turns = []
     for place, role, content in _said(record, strict=strict):
@@ -132,10 +144,18 @@ def read_conversation(record: Mapping[str, Any], root: Path, *, strict: bool = T
             turns = _marked(turns, mark, len(files), strict=strict)
     given = named[IMAGE_MARK]
     sizes = None if IMAGE_MARK in beside else _stated_sizes(record, len(given))
-    images = () if sizes and not strict else tuple(_picture(image, root) for image in given)
-    videos = tuple(_video(video, root) for video in named[VIDEO_MARK])
-    sounds = tuple(_picture(sound, root, "audio") for sound in named[SOUND_MARK])
-    return Conversation(tuple(turns), images, sizes, videos, sounds)
+    return Conversation(
+        tuple(turns),
+        images=() if sizes and not strict else tuple(_picture(image, root) for image in given),
+        sizes=sizes,
+        videos=tuple(
+            tuple(_picture(frame, root) for frame in video)
+            if isinstance(video, list | tuple)
+            else _picture(video, root, "video")
+            for video in named[VIDEO_MARK]
+        ),
+        sounds=tuple(_picture(sound, root, "audio") for sound in named[SOUND_MARK]),
+    )
 
 
 def _marked(turns: list[Turn], mark: str, count: int, *, strict: bool) -> list[Turn]:
@@ -152,13 +172,6 @@ def _marked(turns: list[Turn], mark: str, count: int, *, strict: bool) -> list[T
     return turns
 
 
-def _named_videos(record: Mapping[str, Any]) -> list[Any]:
-    """What a record names as its videos: files, lists of frames, or one list of frames."""
-    named = _named_clips(record, VIDEO_KEYS)
-    is_frames = len(named) > 1 and all(str(name).lower().endswith(FRAME_FILES) for name in named)
-    return [named] if is_frames else named
-
-
 def _named_clips(record: Mapping[str, Any], keys: Sequence[str]) -> list[Any]:
     given = [record[key] for key in keys if record.get(key)]
     if len(given) > 1:
@@ -167,7 +180,6 @@ def _named_clips(record: Mapping[str, Any], keys: Sequence[str]) -> list[Any]:
 
 
 def _named_images(record: Mapping[str, Any]) -> list[Any]:
-    """What a record names as its pictures, under whichever key."""
     given = {key: _listed(record[key]) for key in IMAGE_KEYS if record.get(key)}
     named = next(iter(given.values()), [])
     if any(other != named for other in given.values()):
@@ -299,12 +311,6 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _video(video: Any, root: Path) -> Video:
-    if isinstance(video, list | tuple):
-        return tuple(_picture(frame, root) for frame in video)
-    return _picture(video, root, "video")
-
-
 def _picture(image: Any, root: Path, what: str = "image") -> Picture:
     held = unwrapped(image)
     content = content_of(held, what)
@@ -324,3 +330,52 @@ def _stated_sizes(record: Mapping[str, Any], count: int) -> tuple[Size, ...] | N
         return None
     whole = all(type(side) is int and side > 0 for side in (*widths, *heights))
     return tuple(zip(widths, heights, strict=True)) if whole else None
+
+
+# Files whose content stands in the data: bytes, base64, data URIs, as exports have them ------------------------------
+
+
+def unwrapped(value: Any) -> Any:
+    """The content or the name of a file out of records around it, such as ``{"bytes": …, "path": …}``."""
+    while isinstance(value, Mapping):
+        content = next((value[key] for key in CONTENT_KEYS if value.get(key)), None)
+        if content is not None:
+            is_base64 = isinstance(content, str) and not content.startswith("data:")
+            return _decoded(content, "bytes") if is_base64 else content
+        inner = next((value[key] for key in PLACE_KEYS if value.get(key)), None)
+        if inner is None:
+            return value
+        value = inner
+    return value
+
+
+def content_of(value: Any, what: str) -> bytes | None:
+    """The bytes of a file that stands in the data; None of what is no content. A ``DataError`` if it is damaged.
+
+    >>> content_of("data:image/gif;base64,R0lGODlh", "image"), content_of("a/R0lGODlh.gif", "image")
+    (b'GIF89a', None)
+    """
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if not isinstance(value, str):
+        return None
+    if value[:5].lower() == "data:":
+        head, comma, content = value.partition(",")
+        if not comma:
+            raise DataError(f"{what} must be a data URI with a comma before its content, got {value:.60}")
+        return _decoded(content, what) if head.lower().rstrip().endswith(";base64") else unquote_to_bytes(content)
+    is_long = len(value) > LONGEST_PATH and not value.startswith(ADDRESSES)
+    is_content = len(value) >= SHORTEST_CONTENT and value.startswith(STARTS) and _BASE64.fullmatch(value) is not None
+    return _decoded(value, what) if is_long or is_content else None
+
+
+def _decoded(text: str, what: str) -> bytes:
+    """The bytes of base64, also with the letters of addresses, with line breaks, or without its end."""
+    plain = "".join(text.split()).replace("%2B", "+").replace("%2F", "/").replace("%3D", "=")
+    plain = plain.replace("-", "+").replace("_", "/").rstrip("=")
+    try:
+        return b64decode(plain + "=" * (-len(plain) % 4), validate=True)
+    except (Error, ValueError) as error:
+        raise DataError(
+            f"{what} must be a path or base64 that can be decoded, got {len(text)} characters, {text:.30}…: {error}"
+        ) from error

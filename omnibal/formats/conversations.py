@@ -27,12 +27,14 @@ from omnibal.formats.chat import read_conversation
 from omnibal.formats.files import Place, Problem, Row, files_of, is_table, is_tar, stream_rows
 from omnibal.formats.images import MOST_PIXELS
 from omnibal.formats.measured import (
+    COLUMNS,
     Broken,
     DecodedFiles,
     Found,
     LengthsCache,
     Loads,
     Measured,
+    lengths_of,
     settle_problems,
     state_of,
     survey,
@@ -41,12 +43,8 @@ from omnibal.formats.model_format import ModelFormat, Prepared
 from omnibal.formats.shards import AnnotationFile, Ids, Shard, Shards, named_files, names_of, open_shards
 from omnibal.formats.text import Encoded, encode
 
-COLUMNS: Final = ("vision_units", "llm_tokens", "target_tokens", "vision_squared", "video_units", "sound_units")
-OPTIONAL: Final = ("vision_squared", "video_units", "sound_units")
-CHECKED_SAMPLES: Final = 64
-"""Samples that are measured again before kept lengths are believed."""
-DECODED_ITEMS: Final = 5000
-"""Most items whose files are decoded unasked when lengths are measured."""
+CHECKED_SAMPLES: Final = 64  # that are measured again before kept lengths are believed
+DECODED_ITEMS: Final = 5000  # most items whose files are decoded unasked when lengths are measured
 
 T = TypeVar("T")
 
@@ -89,7 +87,10 @@ class ConversationDataset:
         self._is_measured = measured
         self._left_out: Ids = np.empty(0, dtype=np.int64)
         if broken == "skip":
-            self._skip_problems()
+            self.skipped = self._measured.problems
+            if not measured:
+                settle_problems(self.skipped, self._all.num_used_items, "skip")
+            self._left_out = self._all.samples_of(self._measured.broken_items)
 
     @property
     def tokenizer(self) -> Any:
@@ -153,18 +154,20 @@ class ConversationDataset:
         items = self._all.used_items()
         folder = self._cache.unfinished if self._cache else None
         found = survey(
-            self._measure, items, len(COLUMNS) + 1, processes=self._processes, folder=folder, decodes=self._decodes
-        )
+            self._measure, items, len(COLUMNS) + 1, processes=self._processes, folder=folder, decodes=self._decodes,
+            name="decoding" if self._decodes else "lengths",
+        )  # fmt: skip
         if self._decodes:
             self._decoded.add(found.loads[found.usable, -1])
         samples = np.arange(self._all.num_samples)
         rows = np.searchsorted(items, self._all.item_of(samples))
         usable = found.usable[rows]
-        columns = dict(zip(COLUMNS, found.loads[rows[usable], :-1].T, strict=True))
-        columns = {name: column for name, column in columns.items() if name not in OPTIONAL or column.any()}
-        source = self._all.source_of(samples[usable])
-        unit = None if self._format.family.sees else WINDOWS
-        lengths = SampleLengths(**columns, source=source, source_names=names_of(self.shards), unit_name=unit)
+        lengths = lengths_of(
+            found.loads[rows[usable], :-1],
+            source=self._all.source_of(samples[usable]),
+            source_names=names_of(self.shards),
+            unit_name=None if self._format.family.sees else WINDOWS,
+        )
         return Measured(lengths, found.problems, items[~found.usable])
 
     def _still_true(self, kept: Measured) -> bool:
@@ -194,12 +197,6 @@ class ConversationDataset:
             return state_of(shard.conversation(place).files)
         except (ValueError, OSError):
             return 0
-
-    def _skip_problems(self) -> None:
-        self.skipped = self._measured.problems
-        if not self._is_measured:
-            settle_problems(self.skipped, self._all.num_used_items, "skip")
-        self._left_out = self._all.samples_of(self._measured.broken_items)
 
     def _made_from(self) -> Any:
         shards = [
@@ -358,7 +355,7 @@ class ConversationStream:
         self._begins = Place()
         # A generator of its own, since this is drawn in a thread beside the model's.
         loader = DataLoader(
-            rows, batch_size=None, collate_fn=_as_it_is, num_workers=self._workers, generator=torch.Generator(),
+            rows, batch_size=None, collate_fn=_uncollated, num_workers=self._workers, generator=torch.Generator(),
             worker_init_fn=leave_ends_to_parent,
         )  # fmt: skip
         for place, found in loader:
@@ -463,5 +460,5 @@ def _loads(sample: Prepared, encoded: Encoded) -> Loads:
     )
 
 
-def _as_it_is(item: Any) -> Any:
+def _uncollated(item: Any) -> Any:
     return item

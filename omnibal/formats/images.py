@@ -19,11 +19,9 @@ ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)
 PHOTOMETRIC, WHITE_IS_ZERO = 262, 0
 # formats whose integers of mode ``I`` have 16 bits
 IN_16_BITS: Final = ("PNG", "PPM")
-MOST_PIXELS: Final = 89_478_485
-"""Pillow's own limit, behind which it warns of decompression bombs: 256 MiB decoded."""
+MOST_PIXELS: Final = 89_478_485  # Pillow's own limit, behind which it warns of decompression bombs: 256 MiB decoded
 PNG_START: Final = b"\x89PNG\r\n\x1a\n"
-PNG_NOTES: Final = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
-"""Chunks of a PNG that may say how it is turned."""
+PNG_NOTES: Final = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")  # chunks of a PNG that may say how it is turned
 
 
 def image_size(image: Path | bytes, most_pixels: int = MOST_PIXELS) -> tuple[int, int]:
@@ -93,7 +91,7 @@ def _in_8_bits(values: npt.NDArray[Any], image: Any, name: str) -> npt.NDArray[n
 
 
 class RefusedError(ValueError):
-    """What is wrong with an image, in the words of a message."""
+    """What is wrong with an image or a video, in the words of a message."""
 
 
 @contextmanager

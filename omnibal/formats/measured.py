@@ -1,4 +1,8 @@
-"""One pass over all items of a dataset by several processes, and a folder that keeps the lengths that it finds."""
+"""The measurer of lengths: one pass over items by several processes, and a folder that keeps what was found.
+
+Callers say how an item is measured: `omnibal.formats.conversations` for files, `omnibal.integrations.lengths` for the
+share of a host's dataset that each rank reads.
+"""
 
 import hashlib
 import json
@@ -6,9 +10,11 @@ import logging
 import multiprocessing
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -23,18 +29,17 @@ from omnibal.errors import DataError, said
 from omnibal.formats.files import Problem
 from omnibal.records import load_json
 
-FORMAT: Final = 2
-"""Changes with the rules by which lengths are measured."""
+FORMAT: Final = 2  # changes with the rules by which lengths are measured
 PROBLEMS_FILE: Final = "problems.json"
+COLUMNS: Final = ("vision_units", "llm_tokens", "target_tokens", "vision_squared", "video_units", "sound_units")
+OPTIONAL: Final = COLUMNS[3:]
 BLOCK_ITEMS: Final = 1 << 17
 CHUNK_ITEMS: Final = 256
+# Starting a process costs about as much as measuring this many items, or decoding the files of so many.
 ITEMS_WORTH_A_PROCESS: Final = 4096
-"""Starting a process costs about as much as measuring this many items."""
 DECODED_WORTH_A_PROCESS: Final = 64
-"""Of items whose files are decoded."""
-MOST_PROCESSES: Final = 32
-"""More would wait for the file system, and take as many copies of a tokenizer's caches."""
-SHOWN: Final = 10
+MOST_PROCESSES: Final = 32  # more would wait for the file system, and take as many copies of a tokenizer's caches
+SHOWN: Final = 10  # problems that a message lists
 
 Broken = Literal["error", "skip"]
 Loads = tuple[int, ...]
@@ -47,10 +52,14 @@ _measure: Measure
 logger = logging.getLogger(__name__)
 
 
+def lengths_of(loads: npt.NDArray[np.int64], names: Sequence[str] = COLUMNS, **facts: Any) -> SampleLengths:
+    """Lengths from loads (samples, columns); an optional column that holds zeros alone is left out."""
+    columns = dict(zip(names, loads.T, strict=True))
+    return SampleLengths(**{n: c for n, c in columns.items() if n not in OPTIONAL or c.any()}, **facts)
+
+
 @dataclass(frozen=True)
 class Survey:
-    """What was found of each item: its loads, or the problem that makes it unusable."""
-
     loads: npt.NDArray[np.int64]  # (items, columns), zeros where there is a problem
     usable: npt.NDArray[np.bool_]  # (items,) whether an item has no problem
     problems: tuple[Problem, ...]  # in the order of the items
@@ -58,8 +67,6 @@ class Survey:
 
 @dataclass(frozen=True)
 class Measured:
-    """All that a pass over a dataset finds."""
-
     lengths: SampleLengths  # of the usable samples
     problems: tuple[Problem, ...]
     broken_items: npt.NDArray[np.int64]  # (problems,) the item of each problem, ascending
@@ -74,7 +81,7 @@ class LengthsCache:
         self.unfinished = folder / f"{key}.unfinished"
 
     def load(self) -> Measured | None:
-        """What was kept, its columns memory-mapped; None if nothing was, or it cannot be read."""
+        """The kept lengths, memory-mapped; None if there are none, or they cannot be read."""
         if not self.path.is_dir():
             return None
         try:
@@ -87,7 +94,6 @@ class LengthsCache:
             return None
 
     def save(self, measured: Measured) -> None:
-        """Keep lengths in place of older ones, and forget the blocks."""
         entries = [
             {"item": int(item), **asdict(problem)}
             for item, problem in zip(measured.broken_items, measured.problems, strict=True)
@@ -115,7 +121,6 @@ class DecodedFiles:
         return place < len(self.states) and int(self.states[place]) == state
 
     def add(self, states: npt.NDArray[np.int64]) -> None:
-        """Note and keep the states of items that were decoded."""
         self.states = np.union1d(self.states, states)
         if self._path is not None:
             _save_array(self._path, self.states)
@@ -139,16 +144,18 @@ def survey(
     columns: int,
     *,
     processes: int | None = None,
+    workers: int | None = None,
     folder: Path | None = None,
     decodes: bool = False,
+    name: str = "lengths",
+    is_shown: bool = True,
 ) -> Survey:
-    """Measure items block by block, in their order, with a progress bar.
+    """Measure items block by block, in their order, with a progress bar called ``name`` if ``is_shown``.
 
-    ``measure`` gives each item of a chunk its loads or its problem, in forked processes where that is worth it: earlier
-    where it ``decodes`` files.
+    ``measure`` gives each item of a chunk its loads or its problem, in ``workers`` forked processes (0: in this one);
+    by default in up to ``processes`` of them, as many as are worth it: more where files are decoded.
     """
     worth = DECODED_WORTH_A_PROCESS if decodes else ITEMS_WORTH_A_PROCESS
-    kind = "decoding" if decodes else "lengths"
     # A block is measured chunk by chunk and kept as a whole in ``folder`` until the lengths are saved: an interrupted
     # pass goes on with its first missing block. A block with problems is not kept: users may mend them before the next
     # try.
@@ -160,8 +167,10 @@ def survey(
         file = None if folder is None or len(blocks) == 1 else folder / f"{number}.npy"
         kept = None if file is None else _kept(file, (len(block), columns))
         if kept is None:
-            name = kind if len(blocks) == 1 else f"{kind}, part {number + 1} of {len(blocks)}"
-            found = _measured(measure, block, min(most, len(block) // worth + 1), name, worth)
+            part = name if len(blocks) == 1 else f"{name}, part {number + 1} of {len(blocks)}"
+            bar = part if is_shown and len(block) >= worth else None
+            worthy = min(most, len(block) // worth + 1)
+            found = _measured(measure, block, (worthy > 1) * worthy if workers is None else workers, worth, bar)
             broken = [entry for entry in found if isinstance(entry, Problem)]
             kept = np.array([nothing if isinstance(entry, Problem) else entry for entry in found], dtype=np.int64)
             kept = kept.reshape(-1, columns)
@@ -174,33 +183,31 @@ def survey(
     return Survey(np.concatenate(loads), usable, tuple(problems))
 
 
-def _measured(measure: Measure, items: Items, workers: int, name: str, worth: int) -> Found:
+def _measured(measure: Measure, items: Items, workers: int, worth: int, bar_name: str | None) -> Found:
     found: Found = []
     chunks = np.array_split(items, max(1, -(-len(items) // min(CHUNK_ITEMS, -(-worth // 4)))))
-    with tqdm(total=len(items), desc=name, unit=" items", disable=len(items) < worth) as bar:
-        for part in _run(measure, chunks, workers):
+    with ExitStack() as stack:
+        parts: Iterable[Found] = map(measure, chunks)
+        if workers:
+            # Forked, as PyTorch's DataLoader does on Linux: nothing is pickled and the caller needs no __main__ guard.
+            # An executor, because a pool would wait for ever for a process that was killed. It forks before the bar
+            # starts a thread: a lock that the thread holds would be held in the copies for ever.
+            context = multiprocessing.get_context("fork")
+            executor = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(measure,))
+            stack.callback(executor.shutdown, cancel_futures=True)
+            parts = executor.map(_measure_chunk, chunks)
+        bar = stack.enter_context(tqdm(total=len(items), desc=bar_name, unit=" items", disable=bar_name is None))
+        for part in parts:
             found += part
             bar.update(len(part))
     return found
 
 
-def _run(measure: Measure, chunks: Sequence[Items], workers: int) -> Iterator[Found]:
-    if workers == 1:
-        yield from map(measure, chunks)
-        return
-    # Forked, as PyTorch's DataLoader does on Linux: nothing is pickled and the caller needs no __main__ guard. An
-    # executor, because a pool would wait for ever for a process that was killed.
-    context = multiprocessing.get_context("fork")
-    executor = ProcessPoolExecutor(workers, mp_context=context, initializer=_remember, initargs=(measure,))
-    try:
-        yield from executor.map(_measure_chunk, chunks)
-    finally:
-        executor.shutdown(cancel_futures=True)
-
-
-def _remember(measure: Measure) -> None:
-    global _measure  # noqa: PLW0603  (the only way to hand a pool's processes something once)
+def _begin(measure: Measure) -> None:
+    global _measure  # noqa: PLW0603  (the only way to hand an executor's processes something once)
     _measure = measure
+    if "torch" in sys.modules:  # as DataLoader's workers do: OpenMP's threads do not survive a fork
+        sys.modules["torch"].set_num_threads(1)
 
 
 def _measure_chunk(chunk: Items) -> Found:
@@ -219,7 +226,6 @@ def _save_array(path: Path, array: npt.NDArray[np.int64]) -> None:
 
 
 def _kept(path: Path, shape: tuple[int, int]) -> npt.NDArray[np.int64] | None:
-    """The loads of a block without problems; None if they were not kept or cannot be read."""
     if not path.is_file():
         return None
     try:

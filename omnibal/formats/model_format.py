@@ -22,11 +22,9 @@ from omnibal.families import family_of
 from omnibal.families.base import ImageLoad, ImageRule, Size
 from omnibal.formats.chat import IMAGE_MARK, Conversation, Picture, Turn
 from omnibal.formats.images import MOST_PIXELS, image_size, load_image, named
-from omnibal.formats.sound_format import SoundFormat
-from omnibal.formats.sounds import sound_header
+from omnibal.formats.sounds import SoundFormat, sound_header
 from omnibal.formats.text import PROBE, ChatTemplate, Render, Rendered, encode, render_chatml, text_start
-from omnibal.formats.video_format import VideoFormat
-from omnibal.formats.videos import video_header
+from omnibal.formats.videos import VideoFormat, video_header
 
 # endings of the files of a model's folder that are not weights
 SETTINGS = (".json", ".jinja", ".txt", ".model")

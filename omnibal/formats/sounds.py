@@ -1,18 +1,23 @@
-"""Sound files: samples and rate from the header alone, and the samples of one channel at the model's rate."""
+"""Sounds: samples and rate from a file's header, samples at the model's rate, and what a model makes of them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from math import gcd
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from omnibal.errors import require, said
-from omnibal.families.base import SoundHeader
+from omnibal.families.base import SoundHeader, SoundRule
+from omnibal.families.sounds import resampled
+from omnibal.formats.chat import Picture
 from omnibal.formats.images import named
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def sound_header(sound: Path | bytes) -> SoundHeader:
@@ -54,3 +59,31 @@ def _opened(sound: Path | bytes) -> Iterator[Any]:
         raise
     except Exception as error:  # decoders fail in any way that damaged bytes lead them to
         raise ValueError(f"sound must {rule}, got {name} ({said(error)})") from error
+
+
+class SoundFormat:
+    """The feature extractor of a model's folder, the rule that follows from it, and the token of a piece of a sound."""
+
+    def __init__(self, extractor: Any, rule: SoundRule, token: str) -> None:
+        self._extractor, self.rule, self.token = extractor, rule, token
+
+    def features(self, sounds: Sequence[Picture], headers: Sequence[SoundHeader]) -> "dict[str, Tensor]":
+        """The sounds of a sample as the model takes them, by the names of its arguments.
+
+        ``input_features`` (sounds, mel bins, frames) float32 and ``feature_attention_mask`` (sounds, frames) int32,
+        padded to the longest sound that the extractor knows.
+        """
+        samples = [self.decoded(sound, header) for sound, header in zip(sounds, headers, strict=True)]
+        made = self._extractor(
+            samples, sampling_rate=self._extractor.sampling_rate, padding="max_length", return_attention_mask=True,
+            return_tensors="pt",
+        )  # fmt: skip
+        return {"input_features": made["input_features"], "feature_attention_mask": made["attention_mask"]}
+
+    def decoded(self, sound: Picture, header: SoundHeader) -> npt.NDArray[np.float32]:
+        """A sound's samples at the model's rate; a ``ValueError`` where they are not those that its header says."""
+        rate = self._extractor.sampling_rate
+        samples = load_sound(sound, rate)
+        if len(samples) != resampled(header, rate):
+            raise ValueError(f"sound must decode to the length that its header says, got another: {named(sound)}")
+        return samples

@@ -1,12 +1,9 @@
 """Conversations as the text that a model reads, by ChatML or by a chat template, and as token ids and labels."""
 
 import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +13,6 @@ from omnibal.formats.chat import IMAGE_MARK, Conversation
 from omnibal.formats.collate import IGNORED
 
 PROBE = "probe"
-MOST_LINES: Final = 200_000
-"""Lines of its code that a template may run for a few short turns: it takes some hundreds."""
 
 Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -99,9 +94,8 @@ class ChatTemplate:
         written = cls(tokenizer, template)
         asked = {"role": "user", "content": [{"type": kind}, {"type": "text", "text": PROBE}]}
         try:
-            with _bounded_lines():
-                probe = written._text([asked])
-                answered = written._text([written._message("user", "question"), written._message("assistant", PROBE)])
+            probe = written._text([asked])
+            answered = written._text([written._message("user", "question"), written._message("assistant", PROBE)])
         except ValueError as error:
             raise ConfigError(str(error)) from error
         if probe.count(token) != 1:
@@ -147,9 +141,8 @@ class ChatTemplate:
             same = ChatTemplate(self.tokenizer, self.template, breaks_line, self.start)
             messages = [same._message(turn.role, turn.text) for turn in conversation.turns]
             try:
-                with _bounded_lines():
-                    if same.start + same._text(messages) == expected:
-                        return True
+                if same.start + same._text(messages) == expected:
+                    return True
             except ValueError:  # it refuses the conversation
                 continue
         return False
@@ -169,29 +162,6 @@ class ChatTemplate:
             behind = part.removeprefix("\n") if self.breaks_line else part
             content += [{"type": mark.strip("<>")}, *([{"type": "text", "text": behind}] if behind else [])]
         return {"role": role, "content": content}
-
-
-@contextmanager
-def _bounded_lines() -> Iterator[None]:
-    """Stop a template that loops without end: its sandbox bounds a range, but not ranges within ranges."""
-    lines = 0
-
-    def count(_frame: FrameType, event: str, _value: Any) -> Any:
-        nonlocal lines
-        lines += event == "line"
-        if lines > MOST_LINES:
-            raise RuntimeError(f"it ran more than {MOST_LINES:,} lines for a few short turns")
-        return count
-
-    def enter(frame: FrameType, _event: str, _value: Any) -> Any:
-        return count if frame.f_code.co_filename == "<template>" else None
-
-    before = sys.gettrace()
-    sys.settrace(enter)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 def _answer_begin(prompt: str, answered: str) -> int | None:
@@ -244,7 +214,7 @@ def encode(tokenizer: Any, samples: Sequence[Rendered]) -> list[Encoded]:
 
 
 def _within(offsets: npt.NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> Mask:
-    """Which tokens, given by (start, stop) of their characters, end in one of some spans."""
+    """Which tokens, given by (start, stop) of their characters, end in one of the spans."""
     inside = np.zeros(len(offsets), dtype=np.bool_)
     for start, stop in spans:
         inside |= (offsets[:, 1] > start) & (offsets[:, 1] <= stop)

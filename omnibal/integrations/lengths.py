@@ -1,23 +1,24 @@
 """Lengths of a dataset: ranks measure them together, keep them on disk and compare them with the data at each start."""
 
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import torch
-from torch.utils.data import ConcatDataset, DataLoader
-from torch.utils.data import Dataset as TorchDataset
-from tqdm import tqdm
+import numpy.typing as npt
+from torch.utils.data import ConcatDataset
 
-from omnibal.data.kinds import Loads, in_full
+from omnibal.data.kinds import in_full
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import DataError, said
+from omnibal.formats.files import Problem
+from omnibal.formats.measured import Found, Items, lengths_of, survey
 from omnibal.packs.loading import Dataset, PlannedLoads
 from omnibal.ranks import gather, place, run_on_all_ranks
 
 CHECKED_SAMPLES: Final = 16  # that each rank reads again before training, to check the stored lengths
-READ_AT_ONCE: Final = 16  # samples that a measuring process hands on together
+COLUMNS: Final = ("vision_units", "llm_tokens", "target_tokens", "video_units", "sound_units")  # as collators measure
 LENGTHS: Final = "omnibal_lengths"  # the folder of measured lengths within a trainer's output_dir
 
 
@@ -45,55 +46,34 @@ def refuse_unlike_sizes(samples: int, num_lengths: int | None) -> None:
             raise DataError(f"lengths must be those of the dataset's {theirs} samples, got {their_lengths}")
 
 
-class _Reader(TorchDataset[Loads | str]):
-    """Reads the loads of samples; of a sample that cannot be read, the message."""
-
-    def __init__(self, collator: Any, dataset: Dataset) -> None:
-        self._collator, self._dataset = collator, dataset
-
-    def __getitem__(self, sample: int) -> Loads | str:
-        try:
-            (loads,) = self._collator.measure(self._dataset, [sample])
-        except Exception as error:  # whatever a user's dataset raises, the other ranks wait for an answer
-            return f"sample {sample}: {said(error)}"
-        return loads  # type: ignore[no-any-return]
-
-
 def measured(collator: Any, dataset: Dataset, num_workers: int = 0) -> SampleLengths:
     """Measure a dataset with all ranks, each of which reads a share of the samples in ``num_workers`` processes."""
     rank, num_ranks = place()
-    own = range(rank, len(dataset), num_ranks)
-    options: dict[str, Any] = {"batch_size": READ_AT_ONCE, "collate_fn": list, "num_workers": num_workers}
-    # A generator of its own: drawing from the default one would change what is trained.
-    loader = DataLoader(_Reader(collator, dataset), sampler=own, generator=torch.Generator(), **options)
-    found: list[Loads] = []
-    problem = None
-    # Workers are forked before the bar starts its thread: a thread that is just starting may hold a lock of Python's,
-    # which its copy in a worker would then wait for.
-    parts = iter(loader)
+
+    def measure(samples: Items) -> Found:
+        found: Found = []
+        for sample in samples.tolist():
+            try:
+                (loads,) = collator.measure(dataset, [sample])
+                found.append(in_full(loads))
+            except Exception as error:  # whatever a user's dataset raises, the other ranks wait for an answer
+                found.append(Problem(Path("train_dataset"), sample, said(error), f"sample {sample}"))
+        return found
+
+    own = np.arange(rank, len(dataset), num_ranks)
+    options: dict[str, Any] = {"workers": num_workers, "decodes": True, "is_shown": rank == 0}
+    answer: npt.NDArray[np.int64] | DataError
     try:
-        with tqdm(total=len(own), desc="lengths", unit=" samples", disable=True if rank else None, delay=1) as bar:
-            for part in parts:
-                problem = next((loads for loads in part if isinstance(loads, str)), None)
-                if problem is not None:
-                    break
-                found += part
-                bar.update(len(part))
-    except RuntimeError as error:  # a worker was killed, as where memory does not suffice
-        problem = said(error)
-    loads = np.zeros((len(dataset), 5), dtype=np.int64)
-    own_loads = np.reshape([in_full(each) for each in found], (-1, 5)) if problem is None else DataError(problem)
-    for number, theirs in enumerate(gather(own_loads)):
+        found = survey(measure, own, len(COLUMNS), **options)
+        answer = found.loads
+        if found.problems:
+            answer = DataError(f"{found.problems[0].name}: {found.problems[0].reason}")
+    except BrokenProcessPool as error:  # a process was killed, as where memory does not suffice
+        answer = DataError(said(error))
+    loads = np.zeros((len(dataset), len(COLUMNS)), dtype=np.int64)
+    for number, theirs in enumerate(gather(answer)):
         loads[number::num_ranks] = theirs
-    vision_units, llm_tokens, target_tokens, video_units, sound_units = loads.T
-    return SampleLengths(
-        vision_units,
-        llm_tokens,
-        target_tokens=target_tokens,
-        video_units=video_units if video_units.any() else None,
-        sound_units=sound_units if sound_units.any() else None,
-        unit_name=getattr(collator, "unit_name", None),
-    )
+    return lengths_of(loads, COLUMNS, unit_name=getattr(collator, "unit_name", None))
 
 
 def kept_lengths(
@@ -114,15 +94,16 @@ def kept_lengths(
             refuse_other_lengths(collator, dataset, found)
             return found
     found = measured(collator, dataset, num_workers)
-    run_on_all_ranks(lambda: _save(found, folder) if folder is not None and saves else None)
+
+    def save() -> None:
+        if folder is not None and saves:
+            try:
+                found.save(folder)
+            except OSError as error:
+                raise DataError(f"{folder} must be a folder that lengths can be written to, got {error}") from error
+
+    run_on_all_ranks(save)
     return found
-
-
-def _save(lengths: SampleLengths, folder: Path) -> None:
-    try:
-        lengths.save(folder)
-    except OSError as error:
-        raise DataError(f"{folder} must be a folder that lengths can be written to, got {error}") from error
 
 
 def refuse_other_lengths(collator: Any, dataset: Dataset, lengths: SampleLengths) -> None:
@@ -131,7 +112,7 @@ def refuse_other_lengths(collator: Any, dataset: Dataset, lengths: SampleLengths
     numbers = np.unique(np.linspace(0, len(dataset) - 1, CHECKED_SAMPLES, dtype=np.int64)).tolist()
     try:
         PlannedLoads(lengths).check(numbers, collator.measure(dataset, numbers))
-    except Exception as error:  # as in ``_Reader``
+    except Exception as error:  # as in ``measured``
         problem = DataError(said(error))
     gather(problem)
 

@@ -1,10 +1,12 @@
 import os
 import signal
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tqdm import tqdm
 
 from omnibal.formats import measured as module
 from omnibal.formats.files import Problem
@@ -31,3 +33,17 @@ def test_a_killed_process_ends_the_pass(monkeypatch):
     monkeypatch.setattr(module, "ITEMS_WORTH_A_PROCESS", 10)
     with pytest.raises(BrokenProcessPool):
         survey(lambda items: os.kill(os.getpid(), signal.SIGKILL), np.arange(20), 2, processes=2)
+
+
+def test_workers_are_forked_before_a_bar_starts_its_thread(monkeypatch):
+    happened = []
+
+    class Executor(ProcessPoolExecutor):
+        def map(self, *arguments):
+            happened.append("workers")
+            return super().map(*arguments)
+
+    monkeypatch.setattr(module, "ProcessPoolExecutor", Executor)
+    monkeypatch.setattr(module, "tqdm", lambda **options: happened.append("bar") or tqdm(disable=True))
+    assert survey(measure, np.arange(1, 5), 2, workers=1).loads[:, 0].tolist() == [1, 2, 3, 4]
+    assert happened == ["workers", "bar"]

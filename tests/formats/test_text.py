@@ -1,4 +1,3 @@
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -63,16 +62,13 @@ def test_a_template_that_changes_earlier_turns_is_refused(tokenizer):
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "it ran more than 200,000"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
         ("{% for i in range(10 ** 12) %}{% endfor %}", "Range too big"),
     ],
 )
 def test_a_template_without_an_end_is_refused(tokenizer, template, reason):
-    before = sys.gettrace()
     with pytest.raises(ConfigError, match=f"chat template must take the conversation, got .*{reason}"):
         ChatTemplate.of(tokenizer, template, "<IMG_CONTEXT>")
-    assert sys.gettrace() is before
 
 
 def test_text_start_is_what_the_tokenizer_adds(tokenizer):

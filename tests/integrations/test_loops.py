@@ -4,12 +4,11 @@ import os
 import subprocess
 import sys
 from functools import partial
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader
+from torch.utils.data import ConcatDataset
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
@@ -112,20 +111,6 @@ def test_workers_count_lengths_and_a_folder_keeps_them(tmp_path, monkeypatch):
     assert torch.equal(torch.get_rng_state(), torch_state)
 
 
-def test_workers_are_forked_before_a_bar_starts_its_thread(monkeypatch):
-    happened = []
-
-    class Loader(DataLoader):
-        def __iter__(self):
-            happened.append("workers")
-            return super().__iter__()
-
-    monkeypatch.setattr(lengths_module, "DataLoader", Loader)
-    monkeypatch.setattr(lengths_module, "tqdm", lambda **options: happened.append("bar") or MagicMock())
-    balanced_loader(items_of("internvl"), list, LIMITS, weigh_tokens=False)
-    assert happened == ["workers", "bar"]
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_sample_that_cannot_be_read_is_named(workers):
     items = [*items_of("internvl")[:3], {"input_ids": None}]
@@ -141,7 +126,7 @@ class Deadly(list):
 
 
 def test_a_worker_that_is_killed_ends_the_start():
-    with pytest.raises(DataError, match=r"^rank 0: RuntimeError: DataLoader worker .* exited unexpectedly"):
+    with pytest.raises(DataError, match=r"^rank 0: BrokenProcessPool: "):
         balanced_loader(Deadly(items_of("internvl")), list, LIMITS, weigh_tokens=False, num_workers=1)
 
 
