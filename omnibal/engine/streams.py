@@ -5,9 +5,8 @@ need not be the same when it is read again. Of tensor ranks the first one draws,
 ranks hear what all packs hold, and what fails.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -26,7 +25,15 @@ from omnibal.feeds.buffer import BufferedSample
 from omnibal.feeds.buffer_plan import buffer_of
 from omnibal.feeds.feed import Step
 from omnibal.feeds.sources import part_of
-from omnibal.feeds.stream import PlannedWindow, StreamFeed, of_other_ranks
+from omnibal.feeds.stream import (
+    VERSION,
+    PlannedWindow,
+    Position,
+    StreamFeed,
+    StreamSettings,
+    of_other_ranks,
+    refuse_other_version,
+)
 from omnibal.formats.collate import IGNORED, MropeRule
 from omnibal.plan import Plan
 from omnibal.ranks import gather, new_gloo_group
@@ -42,43 +49,36 @@ class PipelineStreamFeed(StreamFeed):
     Sources are the same on all ranks, and divided over the replicas of the first stage here.
     """
 
+    fills = False
+
     def __init__(
         self,
         sources: Mapping[str, Any],
-        limits: Any,
+        settings: StreamSettings,
         *,
         layout: Layout,
         place: PipelinePosition,
-        read: Callable[[Any], BufferedSample],
-        collate: Callable[[list[dict[str, Tensor]]], Batch],
-        pin_memory: bool,
-        micro_batches: int,
-        num_steps: int,
-        **options: Any,
+        reader: PackReader,
+        rules: SampleRules,
     ) -> None:
-        self._layout, self._place, self._collate, self._pins = layout, place, collate, pin_memory
+        self._layout, self._place, self._reader, self._rules = layout, place, reader, rules
         self._group: dist.ProcessGroup | None = None
         self._counts, self._told_left_out = [*filter(None, (getattr(s, "left_out", None) for s in sources.values()))], 0
         self._device = get_accelerator().current_device()
-        # Where the encoder has replicas of its own, these share the packs of a step.
-        num_replicas = layout.shape(0)[0]
-        replica, micro_batches = place.replica % num_replicas, micro_batches * layout.num_replicas // num_replicas
-        super().__init__(
-            sources,
-            limits,
-            part=part_of,
-            read=read,
-            pack=lambda samples, *_: self._pinned(collate([sample.held for sample in samples])),
-            gather=lambda told: self._drawing_first(gather(told, group=self._group)),
-            rank=replica,
-            num_ranks=num_replicas,
-            micro_batches=micro_batches,
-            buffer=buffer_of(micro_batches),
-            draws=place.stage == 0 and place.tensor == 0,
-            fills=False,
-            num_steps=num_steps,
-            **options,
-        )
+        num_ranks, draws = layout.shape(0)[0], place.stage == 0 and place.tensor == 0
+        super().__init__(sources, settings, rank=place.replica % num_ranks, num_ranks=num_ranks, draws=draws)
+
+    def read(self, item: Any) -> BufferedSample:
+        return checked_sample(item, self._rules, self._reader.pixel_dtype)
+
+    def pack(self, samples: list[BufferedSample], *_: Any) -> Batch:
+        return self._pinned(self._reader.collate([sample.held for sample in samples]))
+
+    def gather(self, told: Any) -> list[Any]:
+        return self._drawing_first(gather(told, group=self._group))
+
+    def part(self, name: str, items: Any, rank: int, num_ranks: int) -> Any:
+        return part_of(name, items, rank, num_ranks)
 
     def step(self) -> tuple[Step, list[Any]] | None:
         if not self.steps_left():
@@ -93,29 +93,31 @@ class PipelineStreamFeed(StreamFeed):
 
     def state_dict(self) -> dict[str, Any]:
         """The positions of all replicas, the same on all ranks; all ranks together."""
-        replicas = self._drawing_first(gather(self.position))[: self.num_replicas]
-        return {"made_from": self.made_from, "steps_done": self.steps_done, "replicas": replicas}
+        replicas = self._drawing_first(gather(vars(self.position)))[: self.num_replicas]
+        return {
+            "version": VERSION, "made_from": self.made_from, "steps_done": self.steps_done, "replicas": replicas,
+        }  # fmt: skip
 
-    def load_state_dict(self, state: Mapping[str, Any], *, tells: bool = True) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a position; sources go on by their names, and a new one begins at its start."""
-        if "made_from" not in state:
-            raise ConfigError("data of the checkpoint must be streams as they are here, got samples with an index")
-        before, positions = state["made_from"], state["replicas"]
+        refuse_other_version(state)
+        before, positions = state["made_from"], [Position(**position) for position in state["replicas"]]
         if any(before.get(name) != self.made_from[name] for name in DEALT):
             position = of_other_ranks(positions, before, self.rank, self.num_replicas)
             before = before | {name: self.made_from[name] for name in DEALT}
         else:
             position = positions[self.rank]
-        super().load_state_dict({"made_from": before, **position}, tells=tells and dist.get_rank() == 0)
+        self.go_on(before, position, tells=dist.get_rank() == 0)
         self.steps_done = state["steps_done"]
 
-    def _windows_of_run(self, begun: Mapping[str, Any]) -> Iterator[PlannedWindow]:
+    def _windows_of_run(self, begun: Position) -> Iterator[PlannedWindow]:
         # Memory is pinned for the current device, which each thread has its own of: a new one begins with the first.
         get_accelerator().set_device(self._device)
         return super()._windows_of_run(begun)
 
     def _pinned(self, batch: Batch) -> Batch:
-        return {name: tensor.pin_memory() for name, tensor in batch.items()} if self._pins else batch
+        pins = self._reader.pin_memory
+        return {name: tensor.pin_memory() for name, tensor in batch.items()} if pins else batch
 
     def _drawing_first(self, told: list[Any]) -> list[Any]:
         """What all ranks told, by rank, in the order that `StreamFeed` knows ranks in: those that draw come first."""
@@ -162,22 +164,27 @@ def stream_loader(
     workspace: Workspace, resolved: ResolvedRun, sources: Any, place: PipelinePosition, reader: PackReader
 ) -> tuple[Plan, Loader]:
     """The plan of a run on streams, and this rank's loader."""
-    section, rules = workspace.section, SampleRules.of(resolved.vlm)
+    section = workspace.section
     num_steps, mixture = _checked(section)
     plan = workspace.resolve_plan(resolved.vlm.records, resolved.layout, None, resolved.partition)
-    feed = PipelineStreamFeed(
-        sources if isinstance(sources, Mapping) else {"data": sources},
-        plan.limits,
-        layout=resolved.layout,
-        place=place,
-        read=partial(checked_sample, rules=rules, dtype=resolved.dtype),
-        collate=reader.collate,
-        pin_memory=reader.pin_memory,
-        micro_batches=plan.micro_batches,
+    # Where the encoder has replicas of its own, these share the packs of a step.
+    micro_batches = plan.micro_batches * resolved.layout.num_replicas // resolved.layout.shape(0)[0]
+    settings = StreamSettings(
+        limits=plan.limits,
+        micro_batches=micro_batches,
+        buffer=buffer_of(micro_batches),
         num_steps=num_steps,
         mixture=mixture,
         seed=section.packing.seed,
         oversized=section.packing.oversized,
+    )
+    feed = PipelineStreamFeed(
+        sources if isinstance(sources, Mapping) else {"data": sources},
+        settings,
+        layout=resolved.layout,
+        place=place,
+        reader=reader,
+        rules=SampleRules.of(resolved.vlm),
     )
     return plan, Loader(feed, reader.of(place, resolved.layout))
 

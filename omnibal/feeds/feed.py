@@ -207,6 +207,27 @@ class EpochFeed:
         }
 
 
+def micro_batches_of(feed: Any) -> Iterator[tuple[Any, Any]]:
+    """Micro-batches of the steps of a feed with a ``position``, each beside its step, to the end of the feed's pass.
+
+    The position moves on with the last micro-batch of a step, since its optimizer step follows: whoever saves then has
+    trained the step. What was made ahead is let go at the end, also where a loop is left early.
+    """
+    feed.go_to(feed.position)
+    try:
+        while True:
+            before = feed.position
+            if (found := feed.step()) is None:
+                return
+            behind, feed.position = feed.position, before
+            for number, batch in enumerate(found[1], start=1):
+                if number == len(found[1]):
+                    feed.position = behind
+                yield found[0], batch
+    finally:
+        feed.go_to(feed.position)
+
+
 def step_in_words(num_replicas: int, micro_batches: int) -> str:
     """What a step consists of."""
     return f"{num_replicas * micro_batches} packs: {num_replicas} replicas × {micro_batches} micro-batches"

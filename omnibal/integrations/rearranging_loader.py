@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain, count, islice
 from typing import Any, Final
@@ -18,7 +18,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.packing_spec import DEFAULT_COST
 from omnibal.dispatch.step_plan import Costs, Link, PhaseCosts, StepPlan, columns, plan_step
 from omnibal.errors import ConfigError, DataError, reporting, said
-from omnibal.feeds.feed import ahead
+from omnibal.feeds.feed import ahead, micro_batches_of
 from omnibal.formats.collate import IGNORED
 from omnibal.integrations.rearranging import Drawn, StepCheck, features_of
 from omnibal.integrations.trainer.steps import counted_profile
@@ -37,19 +37,13 @@ from omnibal.packs.padded import RowCollator
 from omnibal.profile.records import Level
 from omnibal.ranks import Meeting, gather, new_gloo_group
 
+BEGINNING: Final = 0, None  # a position: steps that are done, and the state of the source behind them
 AHEAD: Final = 2  # steps that are drawn and planned before they are wanted
 MEASURED_BYTES: Final = 2**24  # that each rank sends to measure the link: some ten images
 SECONDS: Final = PER_VIDEO[-1]  # of videos: positions are counted from them before samples travel
 RUNS: Final = 4  # exchanges that are timed: the fastest counts, since the first ones connect the ranks
 
 _iterations = count()  # numbers the iterations of all loaders of this process, which ranks begin in the same order
-
-
-@dataclass(frozen=True)
-class _Step:
-    micro_batches: list[Drawn]
-    state: Any
-    """State of the source behind this step."""
 
 
 class RearrangingLoader:
@@ -75,8 +69,6 @@ class RearrangingLoader:
             ``dist.group.WORLD`` where ranks share samples within a node or a hybrid ZeRO group alone.
         prints: Whether rank 0 says how even the first step was and is.
     """
-
-    _state: Any
 
     def __init__(
         self,
@@ -108,30 +100,43 @@ class RearrangingLoader:
         self._sharing = [self._ranks.index(rank) for rank in sharing]  # among the replicas
         self._num_ranks = len(sharing)
         self._prints = prints and dist.get_rank() == 0
-        self._steps_done, self._state = 0, None
+        self.position = BEGINNING
+        self._steps: Iterator[tuple[list[Drawn], Any]] | None = None
 
     def __iter__(self) -> Iterator[Drawn]:
-        iteration = next(_iterations)
-        beginning = received = (iteration, -1, -1)
+        self._iteration = next(_iterations)
+        beginning = received = (self._iteration, -1, -1)
         try:
-            for step in ahead(partial(self._steps, iteration), AHEAD):
-                if self._prints:
-                    with reporting("the line about the first step"):
-                        print(f"omnibal: {step.micro_batches[0].plan.describe()}")
-                    self._prints = False
-                for number, drawn in enumerate(step.micro_batches, start=1):
-                    if number == self._micro_batches:  # who saves after the last one's backward pass has trained it
-                        self._steps_done, self._state = self._steps_done + 1, step.state
-                    received = drawn.check.place
-                    yield drawn
+            for _, drawn in micro_batches_of(self):
+                received = drawn.check.place
+                yield drawn
         except GeneratorExit:
             self._meeting.leave(beginning, received)
             raise
-        self._steps_done, self._state = 0, None
+
+    def step(self) -> tuple[StepPlan, list[Drawn]] | None:
+        """The next step's first plan, and this rank's micro-batches; None where all ranks' sources have ended."""
+        if self._steps is None:
+            self._steps = ahead(partial(self._steps_from, *self.position), AHEAD)
+        if (found := next(self._steps, None)) is None:
+            self.go_to(BEGINNING)
+            return None
+        drawn, state = found
+        self.position = self.position[0] + 1, state
+        if self._prints:
+            with reporting("the line about the first step"):
+                print(f"omnibal: {drawn[0].plan.describe()}")
+            self._prints = False
+        return drawn[0].plan, drawn
+
+    def go_to(self, position: tuple[int, Any]) -> None:
+        """Let the next step be the one behind a position: steps that are done, and the state of the source."""
+        self.position, self._steps = position, None
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank between two steps, from which as many ranks go on."""
-        return {"steps_done": self._steps_done, "source": self._state, "num_ranks": self._num_ranks}
+        steps_done, source = self.position
+        return {"steps_done": steps_done, "source": source, "num_ranks": self._num_ranks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on where this rank's state was taken, on as many ranks."""
@@ -140,26 +145,27 @@ class RearrangingLoader:
                 f"state must be of a run on {self._num_ranks} ranks, got {state['num_ranks']}; "
                 "every rank goes on in its own source"
             )
-        self._steps_done, self._state = state["steps_done"], state["source"]
+        self.go_to((state["steps_done"], state["source"]))
 
-    def _steps(self, iteration: int) -> Iterator[_Step]:
-        """Run in a thread beside the model: draw steps, tell the other ranks what was drawn, plan."""
-        batches, first = self._batches(), self._steps_done
-        for number in count(first):
-            step = self._next_step(batches, iteration, number)
-            if step is None:
+    def _steps_from(self, steps_done: int, state: Any) -> Iterator[tuple[list[Drawn], Any]]:
+        """Micro-batches of each step, and the state of the source behind it; runs in a thread beside the model."""
+        batches = self._batches(steps_done, state)
+        for number in count(steps_done):
+            if (step := self._next_step(batches, self._iteration, number)) is None:
                 return
             yield step
 
-    def _batches(self) -> Iterator[Sequence[Any]]:
+    def _batches(self, steps_done: int, state: Any) -> Iterator[Sequence[Any]]:
         # A generator, so that a source which cannot begin fails in the first draw, and the other ranks are told.
-        if self._state is not None:
-            self._source.load_state_dict(self._state)  # type: ignore[attr-defined]
-        trained = 0 if self._state is not None else self._steps_done * self._micro_batches
+        if state is not None:
+            self._source.load_state_dict(state)  # type: ignore[attr-defined]
+        trained = 0 if state is not None else steps_done * self._micro_batches
         yield from islice(self._source, trained, None)
 
-    def _next_step(self, batches: Iterator[Sequence[Any]], iteration: int, number: int) -> _Step | None:
-        """One step of this rank, or None where all ranks' sources have ended.
+    def _next_step(
+        self, batches: Iterator[Sequence[Any]], iteration: int, number: int
+    ) -> tuple[list[Drawn], Any] | None:
+        """One step of this rank and the state of its source, or None where all ranks' sources have ended.
 
         1. This rank draws its micro-batches of the step, fewer or none where its source has ended.
         2. All ranks gather the sizes of all samples; what failed on one rank is raised on all.
@@ -196,7 +202,7 @@ class RearrangingLoader:
             drawn.append(
                 Drawn(_pinned(of_samples), {name: _pinned(rows) for name, rows in inputs.items()}, plan, check)
             )
-        return _Step(drawn, state)
+        return drawn, state
 
     def _gather(
         self, told: tuple[list[IntArray], Shapes] | DataError, iteration: int, step: int

@@ -1,7 +1,7 @@
 """A loader for sources without an index, which may never end: packs are planned in a buffer on every rank."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial, reduce
+from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
 from operator import or_
 from typing import Any
 
@@ -13,8 +13,8 @@ from omnibal.data.mixture import Mixture
 from omnibal.data.packing_spec import Oversized, Ranks
 from omnibal.errors import DataError, end_in_one_line, integer, kind
 from omnibal.feeds.buffer import BufferedSample
-from omnibal.feeds.feed import Step
-from omnibal.feeds.stream import StreamFeed
+from omnibal.feeds.feed import Step, micro_batches_of
+from omnibal.feeds.stream import StreamFeed, StreamSettings
 from omnibal.integrations.loops import TOKEN_WEIGHT, ItemCollator, item_loads
 from omnibal.packs.collator import Collator, PackCollator, arguments_of, positions_of
 from omnibal.packs.encoders import blank_samples
@@ -22,7 +22,49 @@ from omnibal.packs.proof import check_packed, two_texts
 from omnibal.packs.row_lengths import refuse_long_rows
 from omnibal.ranks import gather, new_gloo_group, place
 
-StreamCollator = PackCollator | ItemCollator
+
+class PackedStream(StreamFeed):
+    """Steps of packs that a collator makes; every rank draws.
+
+    Args:
+        model: A pack without a kind of input that others have gets a blank sample of the model's, if it has some; the
+            smallest one that the rank has drawn otherwise.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Any],
+        settings: StreamSettings,
+        collator: PackCollator | ItemCollator,
+        model: torch.nn.Module | None,
+    ) -> None:
+        self._collator, self._group = collator, new_gloo_group()
+        made = [self._measured(held) for held in ([] if model is None else blank_samples(model))]
+        self._blanks = {kinds_of(sample.loads): sample for sample in made}
+        self.fills = not made
+        rank, num_ranks = place()
+        super().__init__(sources, settings, rank=rank, num_ranks=num_ranks)
+
+    def read(self, item: Any) -> BufferedSample:
+        return self._measured(self._collator.sample(item))
+
+    def _measured(self, held: Any) -> BufferedSample:
+        return BufferedSample(held, tuple(self._collator.loads(held)))
+
+    def gather(self, told: Any) -> list[Any]:
+        return gather(told, group=self._group)
+
+    def pack(self, samples: list[BufferedSample], smallest: Mapping[int, BufferedSample], wanted: int) -> Any:
+        """A pack, with fillers where it is empty, or lacks a kind of input that others have."""
+        has, smallest = reduce(or_, (kinds_of(sample.loads) for sample in samples), 0), self._blanks or smallest
+        if missing := wanted & ~reduce(or_, smallest, has):
+            kind = next(name for bit, name in NAMES.items() if missing & bit)
+            raise DataError(
+                f"a rank must have drawn {kind} where others have, got none; mix sources so that all ranks do"
+            )
+        fillers = fillers_for(smallest, lambda sample: sample.loads[:2], has, wanted, is_empty=not samples)
+        held = [*(sample.held for sample in samples), *(self._collator.without_targets(each.held) for each in fillers)]
+        return self._collator.pack(held)
 
 
 class StreamLoader:
@@ -31,36 +73,8 @@ class StreamLoader:
     step: Step
     """The step of the batch that was yielded last."""
 
-    def __init__(
-        self,
-        sources: Mapping[str, Any],
-        collator: StreamCollator,
-        limits: PackLimits,
-        *,
-        blanks: Sequence[Any] = (),
-        micro_batches: int = 1,
-        seed: int = 0,
-        weigh_tokens: bool = True,
-        **options: Any,
-    ) -> None:
-        self._collator, self._weigh_tokens = collator, weigh_tokens
-        made = [self._measured(held) for held in blanks]
-        self._blanks = {kinds_of(sample.loads): sample for sample in made}
-        self.rank, self.num_replicas = place()
-        self.feed = StreamFeed(
-            sources,
-            kind("limits", limits, PackLimits),
-            read=self._read,
-            pack=self._batch,
-            gather=partial(gather, group=new_gloo_group()),
-            rank=self.rank,
-            num_ranks=self.num_replicas,
-            fills=not blanks,
-            micro_batches=Ranks(self.num_replicas, micro_batches).micro_batches,
-            seed=integer("seed", seed, 0),
-            **options,
-        )
-        self._position = self.feed.position
+    def __init__(self, feed: StreamFeed, *, weigh_tokens: bool) -> None:
+        self.feed, self._weigh_tokens = feed, weigh_tokens
 
     @property
     def step_shares(self) -> Mapping[str, tuple[float, float]]:
@@ -70,53 +84,45 @@ class StreamLoader:
     @property
     def oversized(self) -> int:
         """Samples over a limit that all ranks met since the run began, up to the step that was yielded last."""
-        oversized: int = self._position["oversized"]
-        return oversized
+        return self.feed.position.oversized
 
     def __iter__(self) -> Iterator[Any]:
-        self.feed.go_to(self._position)
-        try:
-            while (found := self.feed.step()) is not None:
-                self.step, batches = found
-                weight = torch.tensor(self.num_replicas / max(self.step.target_tokens or 0, 1))
-                for number, batch in enumerate(batches, start=1):
-                    # Behind a step's last pack, its optimizer step follows: whoever saves then has trained the step.
-                    if number == len(batches):
-                        self._position = self.feed.position
-                    yield batch | {TOKEN_WEIGHT: weight} if self._weigh_tokens else batch
-            self._position = self.feed.position
-        finally:
-            self.feed.go_to(self._position)  # the thread that draws ahead ends
+        for step, batch in micro_batches_of(self.feed):
+            self.step = step
+            weight = self.feed.num_replicas / max(step.target_tokens or 0, 1)
+            yield batch | {TOKEN_WEIGHT: torch.tensor(weight)} if self._weigh_tokens else batch
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's position between two steps; it resumes on the same number of ranks."""
-        return {"made_from": self.feed.made_from, **self._position}
+        return self.feed.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on where this rank's state was taken.
 
         Sources go on by their names: a new one begins at its start, what was drawn of one that is gone is left out.
         """
-        self.feed.load_state_dict(state, tells=self.rank == 0)
-        self._position = self.feed.position
+        self.feed.load_state_dict(state)
 
-    def _read(self, item: Any) -> BufferedSample:
-        return self._measured(self._collator.sample(item))
 
-    def _measured(self, held: Any) -> BufferedSample:
-        return BufferedSample(held, tuple(self._collator.loads(held)))
-
-    def _batch(self, samples: list[BufferedSample], drawn: Mapping[int, BufferedSample], wanted: int) -> Any:
-        """A pack, with fillers where it is empty, or lacks a kind of input that others have."""
-        has, smallest = reduce(or_, (kinds_of(sample.loads) for sample in samples), 0), self._blanks or drawn
-        if missing := wanted & ~reduce(or_, smallest, has):
-            kind = next(name for bit, name in NAMES.items() if missing & bit)
-            raise DataError(
-                f"a rank must have drawn {kind} where others have, got none; mix sources so that all ranks do"
-            )
-        fillers = fillers_for(smallest, lambda sample: sample.loads[:2], has, wanted, is_empty=not samples)
-        held = [*(sample.held for sample in samples), *(self._collator.without_targets(each.held) for each in fillers)]
-        return self._collator.pack(held)
+def stream_loader(
+    sources: Any,
+    collate: Collator,
+    settings: StreamSettings,
+    *,
+    model: torch.nn.Module | None,
+    measure: Callable[[Any], Loads] = item_loads,
+    weigh_tokens: bool,
+) -> StreamLoader:
+    """The loader of ``balanced_stream``, without a look at whether the model computes packs right."""
+    kind("limits", settings.limits, PackLimits)
+    integer("seed", settings.seed, 0)
+    Ranks(1, settings.micro_batches)  # refuses what is no number of micro-batches
+    collator: PackCollator | ItemCollator = ItemCollator(collate, measure)
+    if model is not None:
+        collator = PackCollator(collate, positions_of(model.config), arguments=arguments_of(model))
+        refuse_long_rows(model, settings.limits)
+    named = sources if isinstance(sources, Mapping) else {"data": sources}
+    return StreamLoader(PackedStream(named, settings, collator, model), weigh_tokens=weigh_tokens)
 
 
 def balanced_stream(
@@ -170,24 +176,18 @@ def balanced_stream(
         DataError: While iterating, on all ranks alike: a source fails, is empty, or the same on two ranks.
     """
     end_in_one_line()
-    collator: StreamCollator = ItemCollator(collate, measure)
-    blanks = [] if model is None else blank_samples(model)
-    if model is not None:
-        collator = PackCollator(collate, positions_of(model.config), arguments=arguments_of(model))
-        refuse_long_rows(model, limits)
-        check_packed(model, *two_texts(model.config))
-    return StreamLoader(
-        sources if isinstance(sources, Mapping) else {"data": sources},
-        collator,
-        limits,
+    settings = StreamSettings(
+        limits=limits,
+        micro_batches=micro_batches,
         buffer=buffer,
-        blanks=blanks,
         buffer_bytes=buffer_bytes,
         mixture=None if mixture is None else Mixture.of(mixture),
-        micro_batches=micro_batches,
         seed=seed,
         oversized=oversized,
         warn_seconds=warn_seconds,
         wait_seconds=wait_seconds,
-        weigh_tokens=weigh_tokens,
     )
+    loader = stream_loader(sources, collate, settings, model=model, measure=measure, weigh_tokens=weigh_tokens)
+    if model is not None:
+        check_packed(model, *two_texts(model.config))
+    return loader

@@ -8,22 +8,22 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from omnibal.cluster import Layout
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.engine import streams
-from omnibal.engine.loader import Loader
+from omnibal.engine.loader import Loader, PackReader
 from omnibal.engine.samples import SampleRules
-from omnibal.engine.streams import PipelineStreamFeed, checked_sample
+from omnibal.engine.streams import PipelineStreamFeed
 from omnibal.errors import ConfigError, DataError
-from omnibal.formats.collate import pack_samples
+from omnibal.feeds.stream import StreamSettings
 from omnibal.vlm import load_model
 from tests.engine.small import PIXEL_SHAPE, small_config
 from tests.engine.streaming import Counting, Finite, sample, sources
 
 LIMITS, STEPS, STAGES, REPLICAS = PackLimits(4, 48), 12, 3, 2
+READER = PackReader(view="images", pixel_shape=PIXEL_SHAPE)
 RULES = SampleRules.of(load_model(small_config()))
 LAYOUT = Layout(STAGES, REPLICAS)
 MIXTURE = Mixture({"stateful": 0.5, "indexed": 0.2, "stateless": 0.3})
@@ -53,7 +53,6 @@ class Ranks:
         found = {name: getattr(self, name) for name in ("send", "recv", "get_rank")}
         monkeypatch.setattr(streams, "dist", SimpleNamespace(**found))
         monkeypatch.setattr(streams, "gather", self.gather)
-        monkeypatch.setattr(streams, "buffer_of", lambda micro_batches: 24)
 
     def get_rank(self):
         return self._local.rank
@@ -92,20 +91,11 @@ def ranks(monkeypatch):
 
 
 def loader_of(place, found=None, mixture=MIXTURE, steps=STEPS, oversized="alone", layout=LAYOUT, micro_batches=2):
-    feed = PipelineStreamFeed(
-        sources() if found is None else found,
-        LIMITS,
-        mixture=mixture,
-        layout=layout,
-        place=layout.place(place[0]),
-        micro_batches=micro_batches,
-        num_steps=steps,
-        seed=0,
-        oversized=oversized,
-        read=partial(checked_sample, rules=RULES, dtype=torch.float32),
-        collate=partial(pack_samples, pad_token_id=0, pixel_shape=PIXEL_SHAPE),
-        pin_memory=False,
+    settings = StreamSettings(
+        limits=LIMITS, micro_batches=micro_batches, buffer=24, mixture=mixture, num_steps=steps, oversized=oversized
     )
+    found, place_of = sources() if found is None else found, layout.place(place[0])
+    feed = PipelineStreamFeed(found, settings, layout=layout, place=place_of, reader=READER, rules=RULES)
     feed._group = place
     return Loader(feed, None)
 

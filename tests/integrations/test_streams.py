@@ -515,21 +515,18 @@ def test_a_kind_once_drawn_is_in_all_packs_and_a_run_that_goes_on_has_the_same_f
     assert all(all(map(any, list(zip(*batch, strict=True))[1:])) for batch in whole)
     taken(begun, 60)
     state = begun.state_dict()
-    assert sorted(state["fillers"]) == [1, 3]
-    assert state["kinds"] == 3
+    assert sorted(state["position"]["fillers"]) == [1, 3]
+    assert state["position"]["kinds"] == 3
     torch.save(state, tmp_path / "state.pt")
     check_data(tmp_path / "state.pt")
     again.load_state_dict(load_data(tmp_path / "state.pt"))
     assert [shown(batch) for batch in itertools.islice(again, 20)] == whole[60:]
-    # A state of earlier versions had one filler at most, with an image.
-    of_image = BufferedSample(*state.pop("fillers")[1])
-    last = loader()
-    last.load_state_dict({**{name: value for name, value in state.items() if name != "kinds"}, "filler": of_image})
-    old = [[of[:2] for of in shown(batch)] for batch in itertools.islice(last, 20)]
-    assert [numbers_ for batch in old for numbers_, is_image in batch if not is_image] == [
-        number for batch in whole[60:] for number, is_image, is_video in batch if not is_image and not is_video
-    ]
-    assert all(any(is_image for _, is_image in batch) for batch in old)
+
+
+def test_a_state_of_another_version_is_refused():
+    state = {name: value for name, value in stream_of(Counting()).state_dict().items() if name != "version"}
+    with pytest.raises(ConfigError, match="must be of version 'streams 2', got None; finish the run with the version"):
+        stream_of(Counting()).load_state_dict(state)
 
 
 def test_another_mixture_is_told_and_holds():

@@ -10,6 +10,7 @@ import torch.distributed as dist
 pytest.importorskip("accelerate")
 
 from omnibal.errors import ConfigError, DataError
+from omnibal.integrations import streams
 from omnibal.integrations.trainer import streams as trainer_streams
 from omnibal.integrations.transformers import balance, balance_stream, rearrange
 from omnibal.packs.collator import PER_IMAGE, PackCollator
@@ -150,13 +151,10 @@ def check_mixture(case, folder):
 
 @contextmanager
 def noting():
-    kept = trainer_streams.PackCollator, trainer_streams.buffer_of
-    trainer_streams.PackCollator, trainer_streams.buffer_of = Noting, lambda _: BUFFER
-    try:
-        with accelerate_afresh():
-            yield
-    finally:
-        trainer_streams.PackCollator, trainer_streams.buffer_of = kept
+    with pytest.MonkeyPatch.context() as patch, accelerate_afresh():
+        patch.setattr(streams, "PackCollator", Noting)
+        patch.setattr(trainer_streams, "buffer_of", lambda _: BUFFER)
+        yield
 
 
 def train_cases(folder):

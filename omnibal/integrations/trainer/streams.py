@@ -18,14 +18,11 @@ from omnibal.data.packing_spec import Oversized
 from omnibal.errors import ConfigError, said
 from omnibal.feeds.buffer_plan import buffer_of
 from omnibal.feeds.sources import EveryNth, is_indexed, iterated
-from omnibal.feeds.stream import FATES, FREE
-from omnibal.integrations.streams import StreamLoader
+from omnibal.feeds.stream import FATES, FREE, StreamSettings
+from omnibal.integrations.streams import StreamLoader, stream_loader
 from omnibal.integrations.trainer.hooks import PacksCallback, add_recipe, check_model, worker_options
 from omnibal.integrations.trainer.settings import data_seed, layout_of, recompute_of, replicas_of
-from omnibal.packs.collator import PackCollator, arguments_of, positions_of
-from omnibal.packs.encoders import blank_samples
 from omnibal.packs.proof import two_texts
-from omnibal.packs.row_lengths import refuse_long_rows
 from omnibal.profile.records import ModelProfile
 from omnibal.ranks import gather, place, run_on_all_ranks
 from omnibal.vlm.weights import check_data, load_data
@@ -49,26 +46,21 @@ def pack_stream(
         raise ConfigError(f"max_steps must be positive to train on a stream, got {args.max_steps}; it has no epochs")
     if trainer.get_tp_size() != 1:
         raise ConfigError(f"tensor-parallel ranks must be 1 to train on a stream, got {trainer.get_tp_size()}")
-    buffer = buffer_of(args.gradient_accumulation_steps)
     model = trainer.accelerator.unwrap_model(trainer.model)
-    refuse_long_rows(model, limits)
-    loader = StreamLoader(
-        _sources(trainer, mixture),
-        PackCollator(trainer.data_collator, positions_of(model.config), arguments=arguments_of(model)),
-        limits,
-        blanks=blank_samples(model),
-        mixture=mixture,
-        oversized=oversized,
-        buffer=buffer,
+    settings = StreamSettings(
+        limits=limits,
         micro_batches=args.gradient_accumulation_steps,
+        buffer=buffer_of(args.gradient_accumulation_steps),
+        mixture=mixture,
         seed=data_seed(trainer),
-        weigh_tokens=False,
+        oversized=oversized,
     )
-    batches = PlacedBatches(loader, trainer)
-    view: Any = batches
+    sources = _sources(trainer, mixture)
+    loader = stream_loader(sources, trainer.data_collator, settings, model=model, weigh_tokens=False)
+    batches: Any = PlacedBatches(loader, trainer)
     # Trainer wants a DataLoader, and hands its batches to the model; packs are collated already.
     vars(trainer)["get_train_dataloader"] = lambda: DataLoader(
-        view, batch_size=None, collate_fn=as_it_is, pin_memory=args.dataloader_pin_memory
+        batches, batch_size=None, collate_fn=as_it_is, pin_memory=args.dataloader_pin_memory
     )
     costs = None if profile is None else phase_costs(profile, recompute=recompute_of(trainer))
     add_recipe(trainer, StreamCallback(trainer, loader, costs))
@@ -76,7 +68,7 @@ def pack_stream(
     if trainer.is_world_process_zero():
         print(
             f"omnibal: {'a stream' if mixture is None else 'streams'} in packs of at most {limits.in_words}, "
-            f"{buffer} samples of each rank planned at a time"
+            f"{settings.buffer} samples of each rank planned at a time"
         )
 
 
@@ -200,8 +192,8 @@ class StreamCallback(PacksCallback):
 
     def __init__(self, trainer: Trainer, loader: StreamLoader, costs: CostByPhase | None) -> None:
         texts = two_texts(trainer.accelerator.unwrap_model(trainer.model).config)
-        sampler: Any = loader
-        super().__init__(trainer, sampler, costs, layout_of(trainer), lambda: check_model(trainer, *texts))
+        feed: Any = loader.feed  # of the sampler, its numbers of ranks and of micro-batches are asked
+        super().__init__(trainer, feed, costs, layout_of(trainer), lambda: check_model(trainer, *texts))
         self._loader, self._fate = loader, FATES.get(loader.feed.made_from["oversized"])
 
     @property
