@@ -97,12 +97,9 @@ def refuse_missing(fields: Mapping[str, Any], arguments: frozenset[str] | None) 
             raise DataError(f"data_collator must give {name}, got only {', '.join(map(str, fields))}{remedy}")
     # Without token types, transformers 5.23 counts the positions of images as those of text, for Qwen2.5-VL silently,
     # and Gemma sees an image's tokens one after another.
-    types = next((name for name in TYPES if arguments is not None and name in arguments), None)
-    if (
-        types is not None
-        and {"pixel_values", *PER_VIDEO[:1]} & fields.keys()
-        and not {types, "position_ids"} & fields.keys()
-    ):
+    types = next((name for name in TYPES if name in (arguments or ())), None)
+    sees = bool({"pixel_values", *PER_VIDEO[:1]} & fields.keys())
+    if types is not None and sees and not {types, "position_ids"} & fields.keys():
         raise DataError(
             f"data_collator must give {types} beside images, got only {', '.join(map(str, fields))}; without "
             "it transformers takes image tokens for text, in plain training too: take what the processor "
@@ -140,8 +137,7 @@ class SampleCollator(ABC):
         """An item of the dataset as ``pack`` takes it."""
 
     @abstractmethod
-    def loads(self, sample: Any) -> Loads:
-        """Vision units, LLM tokens and target tokens of a sample."""
+    def loads(self, sample: Any) -> Loads: ...
 
     @abstractmethod
     def pack(self, samples: Sequence[Any]) -> Any:
@@ -160,9 +156,8 @@ class SampleCollator(ABC):
         samples = [self.sample(item) for item in drawn.items]
         if self._planned is not None:
             self._planned.check(drawn.samples, [self.loads(sample) for sample in samples])
-        for place in range(len(samples) - drawn.num_fillers, len(samples)):
-            samples[place] = self.without_targets(samples[place])
-        return self.pack(samples)
+        first_filler = len(samples) - drawn.num_fillers
+        return self.pack(samples[:first_filler] + [self.without_targets(filler) for filler in samples[first_filler:]])
 
 
 class PackCollator(SampleCollator):
@@ -193,9 +188,8 @@ class PackCollator(SampleCollator):
 
     def sample(self, item: Any) -> dict[str, Tensor]:
         """The fields of one item: per token (tokens,), per image as the model takes it."""
-        fields = dict(self._collate([item]))
+        fields = {name: value for name, value in self._collate([item]).items() if value is not None}
         mask = fields.pop("attention_mask", None)
-        fields = {name: value for name, value in fields.items() if value is not None}
         # Qwen2.5-VL's processor gives a list, which only a data collator may have made a tensor.
         fields |= {name: torch.as_tensor(fields[name]) for name in PER_VIDEO[2:] if name in fields}
         fields = {name: value for name, value in fields.items() if not self._is_idle(name, value)}
@@ -234,11 +228,10 @@ class PackCollator(SampleCollator):
 
     def pack(self, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
         """The arguments of the model's forward pass: tokens one after another, (1, tokens), and so images."""
-        placed = [self.positions(sample) for sample in samples]
         # Where positions have several rows, they say all that types do.
         names = ["input_ids", "labels", *(name for name in TYPES if self.num_positions == 1 and name in samples[0])]
         tokens = {name: torch.cat([sample[name] for sample in samples])[None] for name in names}
-        positions = torch.cat(placed, dim=-1)
+        positions = torch.cat([self.positions(sample) for sample in samples], dim=-1)
         if self.num_positions > 1:
             positions = positions[:, None]
         # No mask and no cache: with one of them transformers' attention ignores that positions restart.
@@ -318,9 +311,8 @@ def _padded(rows: Tensor, shape: Sequence[int]) -> Tensor:
 
 def rows_of_images(samples: Iterable[Mapping[str, Tensor]], names: Sequence[str] = PER_IMAGE) -> Shapes:
     """The largest row of each tensor of a rank's images; DataError where rows are unlike each other."""
-    return largest_rows(
-        ("", name, (tuple(of[name].shape[1:]), of[name].dtype)) for of in samples for name in names if name in of
-    )
+    named = ((name, of[name]) for of in samples for name in names if name in of)
+    return largest_rows(("", name, (tuple(rows.shape[1:]), rows.dtype)) for name, rows in named)
 
 
 def largest_rows(rows: Iterable[tuple[str, str, Shape]]) -> Shapes:

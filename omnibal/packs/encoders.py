@@ -95,7 +95,7 @@ class VisionEncoder:
         if not takes or not hasattr(getattr(model, "model", None), "get_image_features"):
             raise ConfigError(
                 "model must take mm_encoder_outputs and have model.get_image_features, as those of "
-                f"{', '.join(taking_encoded_images())} do, got {type(model).__name__}; describe another model's "
+                f"{', '.join(_taking_encoded_images())} do, got {type(model).__name__}; describe another model's "
                 "encoders by omnibal.packs.encoders.EncoderAdapter"
             )
         self._model, self._kind, self._listed = cast("Any", model), kind, False
@@ -123,24 +123,20 @@ class VisionEncoder:
         if unknown := tensors.keys() - {*self._known}:
             takes = f"{', '.join(self._known)}, as {type(self._model).__name__} encodes them"
             raise ConfigError(f"{self._kind}s must come as {takes}, got {', '.join(sorted(unknown))} too")
-        features = getattr(self._model.model, f"get_{self._kind}_features")
-        encoded = features(**(as_one_row(tensors) if self._kind == "image" else tensors))
+        encode = getattr(self._model.model, f"get_{self._kind}_features")
+        encoded = encode(**(as_one_row(tensors) if self._kind == "image" else tensors))
         # Some models give features as a list with a tensor for each image, and want them back like this.
         self._listed = not isinstance(encoded.pooler_output, Tensor)
-        deep = getattr(encoded, "deepstack_features", None) or ()
-        return {
-            "features": _joined(encoded.pooler_output),
-            **{f"deepstack_{number}": _joined(layer) for number, layer in enumerate(deep)},
-        }
+        deep = enumerate(getattr(encoded, "deepstack_features", None) or ())
+        features = {"features": _joined(encoded.pooler_output)}
+        return features | {f"deepstack_{number}": _joined(layer) for number, layer in deep}
 
     def place(self, arguments: dict[str, Any], features: Mapping[str, Tensor]) -> dict[str, Any]:
         encoded: list[Any] = [[value] if self._listed else value for value in features.values()]
         whole, *deep = encoded
-        outputs = (
-            BaseModelOutputWithDeepstackFeatures(pooler_output=whole, deepstack_features=deep)
-            if deep
-            else BaseModelOutputWithPooling(pooler_output=whole)
-        )
+        outputs = BaseModelOutputWithPooling(pooler_output=whole)
+        if deep:
+            outputs = BaseModelOutputWithDeepstackFeatures(pooler_output=whole, deepstack_features=deep)
         return arguments | {"mm_encoder_outputs": {**arguments.get("mm_encoder_outputs", {}), self._kind: outputs}}
 
 
@@ -252,7 +248,7 @@ def known_phases(model: Any) -> list[str]:
     family = FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
     if family is None or family.sound_rule is None:
         return ["vision"]
-    return ["sound", *(["vision"] if family.sees else [])]
+    return ["sound", "vision"] if family.sees else ["sound"]
 
 
 def blank_samples(model: Any) -> list[dict[str, Tensor]]:
@@ -263,11 +259,10 @@ def blank_samples(model: Any) -> list[dict[str, Tensor]]:
     # Of patches the fewest that make a token; of sound a convolution and a pooling halve the frames.
     tokens = {"image": 1, "video": 1, "sound": ((LEAST_FRAMES - 1) // 2 - 1) // 2 + 1}
     word = plain_words(model.config)[:1]
-    blanks: list[dict[str, Tensor]] = [{"input_ids": word}]
+    blanks = [(word, dict[str, Tensor]())]
     for kind, encoder in encoders_of(model).items():
-        ids = torch.cat([word, torch.full((tokens[kind],), encoder.token_id)])
-        blanks.append({"input_ids": ids, **encoder.blank()})
-    return [{**blank, "labels": torch.full_like(blank["input_ids"], IGNORED)} for blank in blanks]
+        blanks.append((torch.cat([word, torch.full((tokens[kind],), encoder.token_id)]), {**encoder.blank()}))
+    return [{"input_ids": ids, **blank, "labels": torch.full_like(ids, IGNORED)} for ids, blank in blanks]
 
 
 def phases_of(encoders: Mapping[str, EncoderAdapter]) -> list[str]:
@@ -351,7 +346,7 @@ def place_of(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     return weight.device, weight.dtype
 
 
-def taking_encoded_images() -> list[str]:
+def _taking_encoded_images() -> list[str]:
     """Names of transformers' model types that take ``mm_encoder_outputs``, as their source files say."""
     files = sorted(Path(str(models.__file__)).parent.glob("*/modeling_*.py"))
     return sorted({file.parent.name for file in files if "mm_encoder_outputs" in file.read_text(encoding="utf-8")})

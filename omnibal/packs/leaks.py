@@ -124,10 +124,17 @@ class PackingCheck:
 
     @property
     def through(self) -> str:
-        """The modules that leak, in words; one of each class."""
+        """The modules that leak, in words: the worst of each class, and how many more there are."""
         if self.beyond and not self.leaks:
             return "no small model in which such rows could be tried"
-        return "; ".join(_shortened(self.leaks)) or "a backward pass, and no module of the forward pass"
+        by_class: dict[str, list[Leak]] = {}
+        for leak in self.leaks:
+            by_class.setdefault(leak.class_name, []).append(leak)
+        worst = [
+            f"{max(found, key=lambda leak: leak.error)}" + (f" and {len(found) - 1} more" if found[1:] else "")
+            for found in by_class.values()
+        ]
+        return "; ".join(worst) or "a backward pass, and no module of the forward pass"
 
     def __str__(self) -> str:
         return self.summary if self.is_exact else f"{self.summary}{';' if self.beyond else ','} through {self.through}"
@@ -140,17 +147,6 @@ class PackingCheck:
                 f"samples of a pack must not change each other, {got}, through {self.through}; "
                 f"{'; '.join(self.remedies)}"
             )
-
-
-def _shortened(leaks: Sequence[Leak]) -> list[str]:
-    """One entry for all modules of a class: the worst, and how many more there are."""
-    by_class: dict[str, list[Leak]] = {}
-    for leak in leaks:
-        by_class.setdefault(leak.class_name, []).append(leak)
-    return [
-        f"{max(found, key=lambda leak: leak.error)}" + (f" and {len(found) - 1} more" if found[1:] else "")
-        for found in by_class.values()
-    ]
 
 
 def compare(
@@ -182,7 +178,8 @@ def compare(
             expected = [seen.run(sample, number) for number, sample in enumerate(samples)]
             found = seen.run(pack)
         tolerance = ROUNDED if rounded else _by_size(found.dtype, ROUNDED, EXACT, EXACT_64_BITS)
-        error = _distance(found, torch.cat(expected))
+        right = torch.cat(expected)
+        error = float((found - right).float().norm() / right.float().norm())
         leaks: dict[str, Leak] = {}
         if isolation or not error <= tolerance:
             with torch.no_grad():
@@ -260,7 +257,7 @@ def _changed(model: Any, pack: Mapping[str, Any], samples: Sequence[Mapping[str,
 
 def _other_words(model: Any, ids: Tensor) -> Tensor:
     """Each word's next one in the list of words that stand for nothing special."""
-    # A wrapper's configuration is its own.
+    # A wrapper's configuration is not the model's.
     configs = (getattr(module, "config", None) for module in model.modules())
     words = plain_words(next(each for each in configs if hasattr(each, "get_text_config"))).to(ids.device)
     places = torch.searchsorted(words, ids).clamp(max=len(words) - 1)
@@ -289,10 +286,6 @@ def _rows(shapes: Sequence[torch.Size], packed: torch.Size) -> tuple[int, list[i
 
 def _by_size(dtype: torch.dtype, in_16: float, in_32: float, in_64: float) -> float:
     return {4: in_32, 8: in_64}.get(dtype.itemsize, in_16)
-
-
-def _distance(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).float().norm() / expected.float().norm())
 
 
 Place = tuple[str, int, bool, tuple[Any, ...]]
@@ -359,8 +352,13 @@ class _ModuleTensors:
         """Find modules that give the pack other rows than its samples alone."""
         alone: dict[Place, list[Tensor]] = {}
         found: dict[str, Leak] = {}
+
+        def keep(place: Place, tensor: Tensor) -> Tensor:
+            alone.setdefault(place, []).append(tensor.clone())  # what comes may change it in place
+            return tensor
+
         for sample in samples:
-            self._run(sample, partial(_kept, alone))
+            self._run(sample, keep)
 
         def look(place: Place, tensor: Tensor) -> Tensor:
             parts = alone.get(place, [])
@@ -374,13 +372,7 @@ class _ModuleTensors:
         leaks.update({name: leak for name, leak in found.items() if leak.error > tolerance})
 
     def _judged(
-        self,
-        place: Place,
-        tensor: Tensor,
-        right: Tensor,
-        dim: int,
-        judged: Tensor,
-        found: dict[str, Leak],
+        self, place: Place, tensor: Tensor, right: Tensor, dim: int, judged: Tensor, found: dict[str, Leak]
     ) -> Tensor:
         """The tensor with the right rows where they are judged; notes the module if they differ at all."""
         differences = (tensor - right).float().movedim(dim, 0).flatten(1).norm(dim=1)
@@ -393,19 +385,28 @@ class _ModuleTensors:
         leaking = name.rpartition(".")[0] if goes_in else name
         if leaking not in found or found[leaking].error < error:
             class_name = type(self.model.get_submodule(leaking)).__name__
-            found[leaking] = Leak(leaking, class_name, _kind(leaking, class_name), error)
+            words = f"{leaking.rpartition('.')[2]} {class_name}".lower().replace("_", "")
+            kind = next((kind for parts, kind in KINDS if any(part in words for part in parts)), "other")
+            found[leaking] = Leak(leaking, class_name, kind, error)
         shape = [-1 if each == dim else 1 for each in range(tensor.dim())]
         return torch.where(judged.view(shape), right, tensor)
 
     def _run(self, inputs: Mapping[str, Any], look: Look) -> Tensor:
+        """Logits of a pass in which ``look`` sees, and may change, each tensor before and behind each module."""
         calls = Counter[str]()
+
+        def looked_at(name: str, goes_in: bool, values: Any) -> Any:
+            def change(path: tuple[Any, ...], tensor: Tensor) -> Tensor:
+                return look((name, calls[name], goes_in, path), tensor) if tensor.is_floating_point() else tensor
+
+            return mapped(values, change)
 
         def before(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             calls[name] += 1
-            return mapped((args, kwargs), partial(_looked_at, look, name, calls[name], True))
+            return looked_at(name, True, (args, kwargs))
 
         def behind(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            return mapped(output, partial(_looked_at, look, name, calls[name], False))
+            return looked_at(name, False, output)
 
         modules = dict(self.model.named_modules())
         sorting = tuple(f"{name}." for name, module in modules.items() if SORTED in type(module).__name__.lower())
@@ -418,15 +419,6 @@ class _ModuleTensors:
                     hooks.callback(post.remove)
             logits: Tensor = self.model(**inputs)["logits"][0]
         return logits
-
-
-def _kept(kept: dict[Place, list[Tensor]], place: Place, tensor: Tensor) -> Tensor:
-    kept.setdefault(place, []).append(tensor.clone())  # what comes may change it in place
-    return tensor
-
-
-def _looked_at(look: Look, name: str, call: int, goes_in: bool, path: tuple[Any, ...], tensor: Tensor) -> Tensor:
-    return look((name, call, goes_in, path), tensor) if tensor.is_floating_point() else tensor
 
 
 def mapped(value: Any, change: Callable[[tuple[Any, ...], Tensor], Tensor], path: tuple[Any, ...] = ()) -> Any:
@@ -448,42 +440,23 @@ def mapped(value: Any, change: Callable[[tuple[Any, ...], Tensor], Tensor], path
     return value
 
 
-def _kind(name: str, class_name: str) -> str:
-    words = f"{name.rpartition('.')[2]} {class_name}".lower().replace("_", "")
-    return next((kind for parts, kind in KINDS if any(part in words for part in parts)), "other")
-
-
 def _gradients_error(model: nn.Module, samples: Sequence[Mapping[str, Any]], pack: Mapping[str, Any]) -> float | None:
     """Distance of the pack's gradients from the sum of its samples', of the weight that is off most."""
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not weights:
         return None
-    generator = torch.Generator().manual_seed(0)
-    alone: list[Tensor | None] = [None] * len(weights)
-    factors = []
+    generator, alone, factors = torch.Generator().manual_seed(0), [torch.zeros_like(each) for each in weights], []
     for sample in samples:
         logits = model(**sample)["logits"][0]
         factors.append(torch.randn(logits.shape, generator=generator).to(logits))
-        gradients = torch.autograd.grad((logits * factors[-1]).sum(), weights, allow_unused=True)
-        alone = [_sum(one, other) for one, other in zip(alone, gradients, strict=True)]
+        found = torch.autograd.grad((logits * factors[-1]).sum(), weights, materialize_grads=True)
+        alone = [one + other for one, other in zip(alone, found, strict=True)]
     logits = model(**pack)["logits"][0]
-    packed = torch.autograd.grad((logits * torch.cat(factors)).sum(), weights, allow_unused=True)
+    packed = torch.autograd.grad((logits * torch.cat(factors)).sum(), weights, materialize_grads=True)
     # Weights that hardly matter have gradients of rounding alone: all are measured by the mean weight's norm.
-    norms = [float(each.float().norm()) for each in alone if each is not None]
-    least = sum(norms) / len(norms) * EXACT
-    errors = [
-        float((_whole(one, weight) - _whole(other, weight)).float().norm())
-        / max(float(_whole(other, weight).float().norm()), least)
-        for weight, one, other in zip(weights, packed, alone, strict=True)
-    ]
-    return max(errors)
-
-
-def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return one + other
-
-
-def _whole(gradient: Tensor | None, weight: Tensor) -> Tensor:
-    return torch.zeros_like(weight) if gradient is None else gradient
+    norms = [float(each.float().norm()) for each in alone]
+    least = EXACT * sum(norms) / max(sum(norm > 0 for norm in norms), 1)
+    return max(
+        float((one - other).float().norm()) / max(norm, least)
+        for one, other, norm in zip(packed, alone, norms, strict=True)
+    )

@@ -61,17 +61,6 @@ def router_loss(router_logits: Sequence[Tensor], counted: Tensor, top_k: int) ->
     return loss
 
 
-def sample_of_tokens(batch: Mapping[str, Any]) -> Tensor:
-    """The number of the sample that each token belongs to, shape (rows, tokens), as ``labels``."""
-    rows = batch["labels"]
-    # In a pack positions restart at each sample, in the first row of several; else each row is a sample.
-    if "position_ids" in batch and not batch.get("use_cache", True):
-        text = batch["position_ids"].flatten(0, -2)[0]
-        starts: Tensor = text == 0
-        return starts.cumsum(0)[None]
-    return torch.arange(len(rows), device=rows.device)[:, None].expand_as(rows)
-
-
 def token_weights(batch: Mapping[str, Any], reduction: Reduction) -> Tensor:
     """How much each token's loss counts, 0 without a target; shape (rows, tokens), as ``labels``.
 
@@ -99,8 +88,13 @@ def routed_tokens(batch: Mapping[str, Any]) -> Tensor:
 
 def _targets_of_sample(batch: Mapping[str, Any]) -> Tensor:
     """For each token, how many targets its sample has; shape (rows, tokens)."""
-    sample = sample_of_tokens(batch)
-    return torch.bincount(sample[batch["labels"] != IGNORED], minlength=int(sample.max()) + 1)[sample]
+    labels = batch["labels"]
+    # In a pack positions restart at each sample, in the first row of several; else each row is a sample.
+    if "position_ids" in batch and not batch.get("use_cache", True):
+        sample = (batch["position_ids"].flatten(0, -2)[0] == 0).cumsum(0)[None]
+    else:
+        sample = torch.arange(len(labels), device=labels.device)[:, None].expand_as(labels)
+    return torch.bincount(sample[labels != IGNORED], minlength=int(sample.max()) + 1)[sample]
 
 
 def target_rows(model: Any) -> None:

@@ -6,8 +6,9 @@ tried in a small model with random weights, for which rows of a few words are lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -217,11 +218,9 @@ def _compare_in_64_bits(
     plain = all(type(each.data) is Tensor and not hasattr(each, "ds_id") for each in weights)
     fits = plain and sum(weight.numel() for weight in weights) <= MOST_IN_64_BITS
     if fits and {(each.device.type, each.dtype) for each in weights} == {("cpu", torch.float32)}:
-        try:
-            with _in_64_bits(model):
-                return compare(model, [*map(_doubled, alone)], _doubled(packed), gradients=gradients)
-        except RuntimeError:  # a product that exists in fewer bits alone, as of grouped experts
-            pass
+        with suppress(RuntimeError):  # a product that exists in fewer bits alone, as of grouped experts
+            doubled = copy.deepcopy(model).double()
+            return compare(doubled, [*map(_doubled, alone)], _doubled(packed), gradients=gradients)
     return compare(model, alone, packed, gradients=gradients)
 
 
@@ -230,26 +229,6 @@ def _doubled(inputs: Mapping[str, Any]) -> dict[str, Any]:
         name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in inputs.items()
     }
-
-
-@contextmanager
-def _in_64_bits(model: torch.nn.Module) -> Iterator[None]:
-    """Let a model compute in 64 bits; its weights and buffers are then put back to the bit."""
-    parameters = [(parameter, parameter.data) for parameter in model.parameters()]
-    buffers = [
-        (module, name, buffer, buffer.data)
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    try:
-        model.double()
-        yield
-    finally:
-        for parameter, data in parameters:
-            parameter.data = data
-        for module, name, buffer, data in buffers:
-            buffer.data = data
-            setattr(module, name, buffer)
 
 
 def two_texts(config: Any) -> tuple[PackCollator, list[Tensor]]:

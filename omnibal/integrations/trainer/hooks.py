@@ -3,7 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial, wraps
 from types import MappingProxyType
@@ -176,17 +176,17 @@ class PacksCallback(RecipeCallback):
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         self._began = time.perf_counter()
 
+    @reporting(_DOING)
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         """Note how long the step took, and how even it was."""
         seconds = time.perf_counter() - self._began
-        with reporting(_DOING):
-            load, samples, shares = self.held(state)
-            if args.include_num_input_tokens_seen == NON_PADDING:
-                state.num_input_tokens_seen += self.tokens(state)
-            for encoder, column in ENCODERS.items():
-                self._encodes[encoder] |= bool(getattr(load, column).any())
-            waiting = Waiting.of(Load.stack([load]), self.costs, self.layout)
-            self._unlogged.append(TrainedStep(seconds, samples, waiting, shares))
+        load, samples, shares = self.held(state)
+        if args.include_num_input_tokens_seen == NON_PADDING:
+            state.num_input_tokens_seen += self.tokens(state)
+        for encoder, column in ENCODERS.items():
+            self._encodes[encoder] |= bool(getattr(load, column).any())
+        waiting = Waiting.of(Load.stack([load]), self.costs, self.layout)
+        self._unlogged.append(TrainedStep(seconds, samples, waiting, shares))
 
     def logged(self) -> dict[str, float]:
         figures, own = dict[str, float](), 0.0
@@ -205,21 +205,26 @@ class PacksCallback(RecipeCallback):
     def _figures_of_unlogged(self) -> dict[str, float]:
         """Means over the steps since figures were last asked for, which are then part of the totals."""
         steps, self._unlogged = self._unlogged, []
-        figures = _means(steps, [encoder for encoder, has in self._encodes.items() if has])
+        if not steps:
+            return {}
+        count, parts = len(steps), [*(encoder for encoder, has in self._encodes.items() if has), "tokens"]
+        figures = {f"dist_ratio_{part}": sum(getattr(step.waiting, part) for step in steps) / count for part in parts}
+        shares = [(step.waiting.share, step.seconds) for step in steps]
+        if all(share is not None for share, _ in shares):
+            # The counted share of the seconds that were measured.
+            figures["waited_seconds"] = sum((share or 0.0) * seconds for share, seconds in shares) / count
+        for source in steps[0].shares:
+            figures[f"share_{source}"] = sum(step.shares[source][1] for step in steps) / count
         for name, figure in figures.items():
-            self._totals[name] += figure * len(steps)
-        for step in steps:
-            self._totals["steps"] += 1
-            self._totals["seconds"] += step.seconds
-            self._totals["samples"] += step.samples
+            self._totals[name] += figure * count
+        self._totals["steps"] += count
+        self._totals["seconds"] += sum(step.seconds for step in steps)
+        self._totals["samples"] += sum(step.samples for step in steps)
         return figures
 
+    @reporting(_DOING)
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         """Say in one line what was measured."""
-        with reporting(_DOING):
-            self._tell(state)
-
-    def _tell(self, state: TrainerState) -> None:
         self._figures_of_unlogged()
         totals, count = self._totals, self._totals["steps"]
         if not (count and state.is_world_process_zero):
@@ -248,22 +253,6 @@ def _leave_out_fillers(trainer: Trainer) -> None:
             track(inputs)
 
     vars(trainer)["_track_num_input_tokens"] = tracked
-
-
-def _means(steps: list[TrainedStep], encoders: Collection[str]) -> dict[str, float]:
-    """Figures over the steps; seconds that ranks waited are the counted share of the seconds that were measured."""
-    if not steps:
-        return {}
-    count = len(steps)
-    figures = {
-        f"dist_ratio_{part}": sum(getattr(step.waiting, part) for step in steps) / count
-        for part in (*encoders, "tokens")
-    }
-    shares = [(step.waiting.share, step.seconds) for step in steps]
-    if all(share is not None for share, _ in shares):
-        figures["waited_seconds"] = sum((share or 0.0) * seconds for share, seconds in shares) / count
-    held = {source: sum(step.shares[source][1] for step in steps) / count for source in steps[0].shares}
-    return figures | {f"share_{source}": share for source, share in held.items()}
 
 
 class EndsWhenAsked(TrainerCallback):
