@@ -1,13 +1,9 @@
 """What adopts an advice: the limits to give the planner, and the lines to paste into the trainer that a run has."""
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil
 from shlex import quote
 from typing import Any, Final, Literal
-
-import numpy as np
 
 from omnibal.advise.batches import Batching
 from omnibal.advise.changes import Advice
@@ -15,20 +11,13 @@ from omnibal.advise.estimate import Estimate, Recipe
 from omnibal.advise.present import Host, Present
 from omnibal.advise.wait import Sharding
 from omnibal.cluster import Cluster
-from omnibal.data.balance.planner import WINDOW, blocks_of
-from omnibal.data.balance.rules import survey
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.limit_search import NEARBY, TRAP_WASTE, forced_waste
-from omnibal.data.limits import MOST, PackLimits
-from omnibal.data.packing_spec import DEFAULT_COST
+from omnibal.data.limits import PackLimits
+from omnibal.data.step_size import limits_of_step, samples_made
 from omnibal.feeds.buffer_plan import buffer_of
 from omnibal.plan import Plan
 
 Kind = Literal["annotations", "lengths", "stream"]
-SURVEYED: Final = 1 << 14  # samples that tell how many packs all samples need
-EPOCH: Final = 1 << 20  # samples of an epoch of unknown size
-WIDEST: Final = 4  # limits are at most so many times what even packs hold
-BISECTIONS: Final = 24
 MEASURED_STEPS: Final = 30
 STAGES: Final[dict[Sharding, int]] = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
@@ -149,69 +138,11 @@ class Proposal:
 def propose(
     estimate: Estimate, lengths: SampleLengths, *, num_samples: int | None = None, holds_all: bool = False
 ) -> Proposal:
-    """Limits in about the proportion of what even packs hold, under which a step has the estimate's samples.
-
-    At least half of the samples fit, all of them with ``holds_all``; a larger one has a pack of its own. Some vision
-    limits waste room whatever the packer does (``omnibal.data.limit_search``): the nearest above that does not is
-    taken, and tokens limit the step.
-    """
-    part = lengths
-    if len(lengths) > SURVEYED:
-        part = lengths.take(np.random.default_rng(0).permutation(len(lengths))[:SURVEYED])
-    packs, wanted = estimate.scenario.cluster.num_devices * estimate.recipe.micro_batches, estimate.samples_per_step
-    vision, tokens = estimate.limits.vision_units, estimate.limits.llm_tokens
-    if holds_all:
-        least = (lengths.summary.max_vision_units, max(lengths.summary.max_llm_tokens, 1))
-    else:
-        least = (int(np.median(part.vision_units)), max(int(np.median(part.llm_tokens)), 1))
-
-    def scaled(factor: float) -> PackLimits:
-        return PackLimits(_within(least[0], factor * vision), _within(least[1], factor * tokens))
-
-    # First both limits grow together; then, with a vision limit that wastes nothing, that of tokens alone.
-    factor = _smallest(lambda factor: samples_made(part, scaled(factor), packs) >= wanted, 1 / WIDEST**2, WIDEST)
-    units = _without_trap(part, scaled(factor).vision_units)
-    most = _within(least[1], WIDEST * factor * tokens)
-    limits = PackLimits(units, ceil(_smallest(
-        lambda limit: samples_made(part, PackLimits(units, ceil(limit)), packs) >= wanted, least[1], most
-    )))  # fmt: skip
-    made = samples_made(part, limits, packs, num_samples=num_samples)
+    """Limits in about the proportion of what even packs hold, under which a step has the estimate's samples."""
+    packs = estimate.scenario.cluster.num_devices * estimate.recipe.micro_batches
+    limits = limits_of_step(lengths, estimate.limits, estimate.samples_per_step, packs, holds_all=holds_all)
+    made = samples_made(lengths, limits, packs, num_samples=num_samples)
     return Proposal(limits, made, len(limits.oversized(lengths)) / len(lengths))
-
-
-def samples_made(lengths: SampleLengths, limits: PackLimits, packs: int, *, num_samples: int | None = None) -> float:
-    """Samples of a step of so many packs, as ``BalancedPacks`` sizes an epoch; nothing is planned.
-
-    With ``num_samples`` the epoch has a whole number of steps; without, it is taken to be long.
-    """
-    count = num_samples or EPOCH
-    demand = survey(lengths, limits, DEFAULT_COST, samples=None, drawn=None)._replace(num_samples=count)
-    steps = demand.packs_needed(blocks_of(count), min(count, WINDOW)) / packs
-    return count / (steps if num_samples is None else max(ceil(steps), 1))
-
-
-def _within(least: int, limit: float) -> int:
-    return min(max(ceil(limit), least), MOST)
-
-
-def _smallest(suffices: Callable[[float], bool], low: float, high: float) -> float:
-    """About the smallest number from ``low`` to ``high`` that suffices, by bisection of ratios; ``high`` if none."""
-    if suffices(low):
-        return low
-    for _ in range(BISECTIONS):
-        middle = (low * high) ** 0.5
-        low, high = (low, middle) if suffices(middle) else (middle, high)
-    return high
-
-
-def _without_trap(lengths: SampleLengths, limit: int) -> int:
-    """The nearest vision limit from this one on that wastes no room by arithmetic alone; this one where none does."""
-
-    def wastes(tried: int) -> bool:
-        counts = np.bincount(np.minimum(lengths.vision_units, tried), minlength=tried + 1)
-        return forced_waste(counts) > TRAP_WASTE
-
-    return next((limit + step for step in range(max(NEARBY) + 1) if not wastes(limit + step)), limit) if limit else 0
 
 
 def lines_to_paste(

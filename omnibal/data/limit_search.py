@@ -3,11 +3,15 @@
 Limits decide more than the packer does: what wastes room is how samples' sizes divide the limit. Some vision limits are
 traps, which waste room whatever the packer does: with samples of 1, 3, 4 and 5 tiles a limit of 12 wastes a tenth of
 every pack, 10 and 16 almost nothing.
+
+Every choice of limits asks ``search_limits``: a plan takes the best for each number of micro-batches, ``fit_step`` the
+ones under which a step of a trainer holds the samples that were asked for.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 
@@ -15,19 +19,25 @@ from omnibal.cost import CostModel
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits, largest_limits
-from omnibal.data.metrics import dist_ratio, histogram_bound, histogram_volume, load_histograms, volume_bound
+from omnibal.data.metrics import (
+    dist_ratio,
+    histogram_bound,
+    histogram_volume,
+    load_histograms,
+    volume_bound,
+)
 from omnibal.data.packing_spec import DEFAULT_COST, Method
 from omnibal.errors import ConfigError, InfeasibleError
 
-MOST_VISION_LIMITS = 48
-MOST_TEXT_LIMITS = 24  # where no sample has an image
-TOKEN_SLACKS = (0.95, 1.05, 1.15, 1.3, 1.6)  # token limits tried, in multiples of what a full vision load brings
-TOKEN_MULTIPLE = 64
-SOUND_SLACKS = (1.1, 1.4)  # limits of an encoder beside the ViT, in multiples of what a full pack brings
-SCORED_STEPS = 8  # that the drawn samples fill at least: figures of fewer are chance
+MOST_VISION_LIMITS: Final = 48
+MOST_TEXT_LIMITS: Final = 24  # where no sample has an image
+TOKEN_SLACKS: Final = (0.95, 1.05, 1.15, 1.3, 1.6)  # token limits tried, in multiples of what a full vision load brings
+TOKEN_MULTIPLE: Final = 64
+SOUND_SLACKS: Final = (1.1, 1.4)  # limits of an encoder beside the ViT, in multiples of what a full pack brings
+SCORED_STEPS: Final = 8  # that the drawn samples fill at least: figures of fewer are chance
 LEAST_DRAWN, MOST_DRAWN = 16_384, 65_536
-TRAP_WASTE = 0.03  # a limit that wastes more than this by arithmetic alone deserves a warning
-NEARBY = range(-4, 5)  # limits that a warning considers as a remedy, relative to the trap
+TRAP_WASTE: Final = 0.03  # a limit that wastes more than this by arithmetic alone deserves a warning
+NEARBY: Final = range(-4, 5)  # limits that a warning considers as a remedy, relative to the trap
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,7 @@ def search_limits(
     cost: CostModel = DEFAULT_COST,
     num_samples: int | None = None,
     seed: int = 0,
-    progress: Callable[[Sequence[PackLimits]], Iterable[PackLimits]] = iter,
+    choose: Callable[[Sequence[PackLimits]], Iterable[PackLimits]] = iter,
 ) -> list[ScoredLimits]:
     """Try limits under a ceiling and rank them by what they waste.
 
@@ -72,7 +82,7 @@ def search_limits(
             of its own.
         num_samples: Samples drawn and packed under each pair; by default what fills 8 steps under the ceiling, within
             16,384 and 65,536.
-        progress: Passes the limits on one by one, as ``tqdm`` does.
+        choose: Which of all candidates are packed; ``tqdm`` serves, too.
 
     Returns:
         Scored limits, least waste first; where waste is equal, more samples per pack, then fewer tokens first.
@@ -93,8 +103,9 @@ def search_limits(
             f"{sounds}), got {ceiling.vision_units} and {ceiling.llm_tokens}{given}"
         )
     part = _draw(lengths, ceiling, num_replicas, num_samples, seed)
-    candidates = list(dict.fromkeys(_candidates(lengths, least, _worth_scoring(part, least, ceiling, num_replicas))))
-    scored = [_score(part, limits, num_replicas, method, cost, seed) for limits in progress(candidates)]
+    most = _worth_scoring(part, least, ceiling, num_replicas)
+    chosen = choose(list(dict.fromkeys(_candidates(lengths, least, most))))
+    scored = [_score(part, limits, num_replicas, method, cost, seed) for limits in chosen]
     return sorted(scored, key=lambda found: (round(found.waste, 4), -found.samples_per_pack, found.limits.llm_tokens))
 
 
@@ -141,7 +152,6 @@ def _candidates(lengths: SampleLengths, least: PackLimits, most: PackLimits) -> 
 
 
 def _pairs(lengths: SampleLengths, least: PackLimits, most: PackLimits) -> Iterator[PackLimits]:
-    """Pairs of vision and token limits."""
     units, tokens = lengths.summary.total_vision_units, lengths.summary.total_llm_tokens
     if units == 0:
         for token_limit in _spread(least.llm_tokens, most.llm_tokens, MOST_TEXT_LIMITS):

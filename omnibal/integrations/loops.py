@@ -19,6 +19,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.source_draws import typical_lengths
+from omnibal.data.step_size import fit_step
 from omnibal.errors import ConfigError, DataError, end_in_one_line, reporting
 from omnibal.feeds.sources import is_indexed
 from omnibal.formats.collate import IGNORED
@@ -38,7 +39,7 @@ from omnibal.integrations.trainer.settings import (
     refuse_values,
     set_micro_batches,
 )
-from omnibal.integrations.trainer.steps import AskedSteps, counted_profile, describe, fit_step
+from omnibal.integrations.trainer.steps import AskedSteps, counted_profile, describe
 from omnibal.packs.collator import FAMILIES, Collator, PackCollator, SampleCollator, arguments_of, positions_of
 from omnibal.packs.loading import Dataset, PackedView, PackSampler
 from omnibal.packs.losses import loss_per_target

@@ -17,6 +17,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.packing_spec import Oversized
 from omnibal.data.source_draws import typical_lengths
+from omnibal.data.step_size import fit_step
 from omnibal.errors import ConfigError, DataError, end_in_one_line, reporting
 from omnibal.integrations.lengths import (
     LENGTHS,
@@ -44,7 +45,7 @@ from omnibal.integrations.trainer.settings import (
     set_micro_batches,
     wants_all_gradients,
 )
-from omnibal.integrations.trainer.steps import counted_profile, describe, expected_gains, fit_step
+from omnibal.integrations.trainer.steps import counted_profile, describe, expected_gains
 from omnibal.integrations.trainer.streams import pack_stream
 from omnibal.packs.collator import (
     FAMILIES,

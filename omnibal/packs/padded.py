@@ -6,7 +6,7 @@ stay those that were planned, and are dealt to its micro-batches anew, sorted by
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from torch import Tensor, ones_like
@@ -17,6 +17,7 @@ from omnibal.data.kinds import Loads, loads_of
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
+from omnibal.data.step_size import planned_with
 from omnibal.errors import ConfigError
 from omnibal.families.base import WINDOWS
 from omnibal.formats.collate import IGNORED
@@ -29,13 +30,6 @@ from omnibal.packs.collator import (
     unpadded_images,
 )
 from omnibal.packs.loading import PackItems, PackSampler, PlannedLoads
-
-PLANNED_SHARE: Final = 0.75
-"""Share of the limits that packs are planned with: the rest is for padding, and for what sorting leaves uneven.
-
-On made-up tile lengths at 8 ranks and limits of 16 tiles and 4096 tokens, 1 % of the steps then have a larger batch, by
-2 % at the most; with 0.8 it is 29 % of the steps, by 15 %.
-"""
 
 
 class PaddedSampler(PackSampler):
@@ -50,8 +44,7 @@ class PaddedSampler(PackSampler):
             raise ConfigError(
                 f"limits of padded batches must have no sound_units, got {limits.sound_units}; LLM tokens bound them"
             )
-        planned = PackLimits(*(max(int(PLANNED_SHARE * most), 1) for most in (limits.vision_units, limits.llm_tokens)))
-        super().__init__(lengths, planned, **options)
+        super().__init__(lengths, planned_with(limits), **options)
         self._most = limits
 
     def packs_of_step(self, step: int) -> Packs:

@@ -3,11 +3,12 @@ import pytest
 
 from omnibal.advise.estimate import Recipe, Scenario
 from omnibal.advise.models import Model
-from omnibal.advise.paste import propose, samples_made
+from omnibal.advise.paste import propose
 from omnibal.cluster import Cluster
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
+from omnibal.data.step_size import samples_made
 from omnibal.profile.counted import analytic_profile
 from tools.synthetic import patch_lengths, tiled_lengths
 

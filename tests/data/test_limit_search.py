@@ -93,9 +93,9 @@ def test_more_samples_are_drawn_where_packs_are_larger():
     assert max(scored.limits.llm_tokens for scored in found) == 12000  # 8 steps of 4 such packs: 38,400 samples
 
 
-def test_progress_sees_every_pair_of_limits():
+def test_every_pair_of_limits_may_be_chosen():
     seen = []
-    found = search_limits(LENGTHS, PackLimits(6, 4000), method="isf", progress=lambda all_: seen.extend(all_) or all_)
+    found = search_limits(LENGTHS, PackLimits(6, 4000), method="isf", choose=lambda all_: seen.extend(all_) or all_)
     assert sorted(seen, key=repr) == sorted((scored.limits for scored in found), key=repr)
 
 

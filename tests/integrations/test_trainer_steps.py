@@ -11,15 +11,14 @@ from omnibal.cluster import Cluster
 from omnibal.cost import CostModel, Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, largest_load
+from omnibal.data.step_size import KEPT, fit_step
 from omnibal.errors import InfeasibleError
 from omnibal.integrations.trainer.steps import (
-    KEPT,
     AskedSteps,
     Waiting,
     counted_profile,
     describe,
     expected_gains,
-    fit_step,
     padding_share,
     samples_per_pack,
     step_seconds,

@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from omnibal import PackLimits, SampleLengths
+from omnibal.data.step_size import fit_step
 from omnibal.errors import ConfigError
 from omnibal.integrations.loops import balanced_loader
-from omnibal.integrations.trainer.steps import fit_step
 from omnibal.packs.collator import PackCollator, positions_of
 from omnibal.packs.proof import check_packed, check_packing
 from omnibal.packs.row_lengths import longest_row, refuse_other_parts, thresholds

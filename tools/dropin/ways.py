@@ -11,8 +11,9 @@ from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
+from omnibal.data.step_size import PLANNED_SHARE
 from omnibal.packs.loading import PackSampler
-from omnibal.packs.padded import PLANNED_SHARE, PaddedSampler
+from omnibal.packs.padded import PaddedSampler
 
 WINDOW = 64
 """Micro-batches' worth of samples that the knapsack looks at, at a time."""

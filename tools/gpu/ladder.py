@@ -22,7 +22,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
-from omnibal.integrations.trainer.steps import fit_step, module_of
+from omnibal.data.step_size import fit_step
+from omnibal.integrations.trainer.steps import module_of
 from omnibal.integrations.transformers import balance
 from omnibal.packs.collator import language_of, without_adapters
 from omnibal.packs.losses import target_rows

@@ -18,10 +18,10 @@ from omnibal.advise.wait import phase_costs, wait
 from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.metrics import dist_ratio
+from omnibal.data.step_size import fit_step
 from omnibal.device import Device
 from omnibal.dispatch.divide import divide
 from omnibal.families.base import VideoHeader
-from omnibal.integrations.trainer.steps import fit_step
 from omnibal.packs.loading import PackSampler
 from omnibal.profile.counted import analytic_profile
 from tools.bench import machine, print_table

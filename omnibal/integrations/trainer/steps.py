@@ -1,8 +1,6 @@
-"""What a trainer's steps become: limits and packs of a step by its samples, and what is expected of them."""
+"""What is expected of a trainer's steps: what they hold, how long ranks wait, and what that gains."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
 from math import ceil
 from typing import Any, Final
 
@@ -10,253 +8,26 @@ import numpy as np
 
 from omnibal.advise.batches import Batching, Samples, padded_batches, random_packs
 from omnibal.advise.gains import Way, gain_in_words
-from omnibal.advise.memory import RankMemory
 from omnibal.advise.models import adapted_profile
 from omnibal.advise.wait import MEETINGS, CostByPhase, Sharding, wait
 from omnibal.cost import FloatArray, Load
-from omnibal.data.epoch import arrange_epoch
-from omnibal.data.lengths import SampleLengths
-from omnibal.data.limit_search import SOUND_SLACKS, TOKEN_MULTIPLE, TOKEN_SLACKS, search_limits
-from omnibal.data.limits import PackLimits, largest_limits, largest_load
-from omnibal.data.metrics import dist_ratio, min_packs
+from omnibal.data.limits import PackLimits
+from omnibal.data.metrics import dist_ratio
 from omnibal.data.source_draws import typical_lengths
-from omnibal.errors import ConfigError, InfeasibleError
+from omnibal.data.step_size import KEPT, holds_one
+from omnibal.errors import ConfigError
 from omnibal.families import layer_records
 from omnibal.formats.ties import as_tied, is_tied
 from omnibal.packs.loading import PackSampler
-from omnibal.packs.padded import PLANNED_SHARE, PaddedSampler
+from omnibal.packs.padded import PaddedSampler
 from omnibal.profile.counted import analytic_profile, device_to_count
 from omnibal.profile.records import ModelProfile
 
-KEPT: Final = 0.05  # how far the samples of a step may be from those that were asked for
-SEVERAL: Final = 1.2  # samples of a pack on average above which something is packed
-
-# Of the search for limits. Each stage looks closer at fewer pairs: a bound on packs, a part packed, the epoch planned.
-COUNTED: Final = 2 * KEPT  # how far the samples of a step may be off by the bound, which planning may mend
-MOST_SCORED: Final = 24  # pairs whose waste is measured, in a few seconds
-SCORED_SAMPLES: Final = 4096  # packed under each of them: they tell waste to about a percent, in tenths of a second
-MOST_PLANNED: Final = 6  # pairs under which the whole epoch is planned, at some tenths of a second each
-ROOM: Final = 1.3  # how far limits may exceed what the samples of a micro-batch bring on average
-
-# Of what is expected.
 COMPARED_STEPS: Final = 64  # of each way to batch
 LEAST_GAIN: Final = 1.02  # below it a gain is none: counted costs are no better
 SHOWN_WHOLE: Final = 100  # samples of a step from which on no tenths are shown
 VISION, PROJECTOR = ("vision_tower", "visual", "vision_model"), ("multi_modal_projector", "connector", "merger")
 SOUND: Final = "audio_tower"
-
-
-@dataclass(frozen=True)
-class StepSize:
-    """What decides how many samples a step has: the limits of a pack, and the packs of each rank."""
-
-    limits: PackLimits
-    micro_batches: int
-
-
-def fit_step(
-    lengths: SampleLengths,
-    samples_per_step: int,
-    *,
-    batch_size: int,
-    num_replicas: int,
-    most: PackLimits | None = None,
-    padded: bool = False,
-    longest_row: int | None = None,
-    memory: RankMemory | None = None,
-) -> StepSize:
-    """Limits and micro-batches under which steps hold as many samples as were asked for, within ``KEPT`` if possible.
-
-    Args:
-        samples_per_step: Samples of a step that are asked for, of all ranks together.
-        batch_size: Samples of a micro-batch that the device is known to hold; packs hold as many, or fewer.
-        padded: Whether limits are for padded batches, which are planned with a part of them.
-        longest_row: The most tokens of a pack in which the model computes samples as it does alone.
-        memory: What ranks hold, and how much they have; for limits that are searched.
-    """
-    # 1. Limits that are given stay where some number of micro-batches fits them, or nothing fits better.
-    # 2. Limits that hold every sample are searched; of those that fit, the ones that waste least are taken.
-    # 3. Where packs are then too large for a step: also smaller limits, under which larger samples are alone in packs.
-    # 4. Where packs still hold too many samples, as of texts, whose limits are few: fewer tokens, found by halving.
-    # 5. Packs of one sample each, which keep the samples of a step and pack nothing, where all else is far off.
-    search = _LimitsSearch(lengths, samples_per_step, batch_size, num_replicas, padded, memory)
-    if most is not None:
-        given = search.sized(_scaled(most, PLANNED_SHARE) if padded else most)
-        if search.off(given) <= KEPT:
-            return StepSize(most, given.micro_batches)
-    # Limits that are given without one of sounds stay without it.
-    hears = bool(lengths.summary.total_sound_units) and not padded and (most is None or most.sound_units is not None)
-    largest = largest_limits(lengths, hears=hears)
-    smallest = PackLimits(int(lengths.vision_units.min()), max(int(lengths.llm_tokens.min()), 1))
-    ceiling = search.ceiling(largest) if most is None else given.limits
-    if longest_row is not None and ceiling.llm_tokens > longest_row:
-        ceiling = PackLimits(ceiling.vision_units, longest_row, sound_units=ceiling.sound_units)
-    found: list[StepSize] = []
-    for least in (largest, smallest) if largest.within(ceiling) else (smallest,):
-        found.append(search.best(least, ceiling, fills_batches=most is None and least == largest))
-        if search.lack(found[-1]) <= KEPT:
-            break
-    else:
-        found += [search.with_fewer_tokens(size) for size in (min(found, key=search.lack), search.sized(ceiling))]
-        if all(search.off(size) > KEPT for size in found):
-            found.append(StepSize(smallest, max(round(samples_per_step / num_replicas), 1)))
-    best = min(found, key=search.lack)
-    if most is not None and search.lack(given) <= search.lack(best):
-        return StepSize(most, given.micro_batches)
-    if padded:
-        return StepSize(_unscaled(best.limits), best.micro_batches)
-    return best
-
-
-def holds_one(samples_of_pack: float) -> bool:
-    """Whether packs hold one sample each, or hardly more: nothing is packed."""
-    return samples_of_pack <= SEVERAL
-
-
-def _scaled(limits: PackLimits, share: float) -> PackLimits:
-    return PackLimits(*(max(int(share * most), 1) for most in (limits.vision_units, limits.llm_tokens)))
-
-
-def _unscaled(planned: PackLimits) -> PackLimits:
-    """The limits of padded batches that are planned with these."""
-    return PackLimits(*(ceil(most / PLANNED_SHARE) for most in (planned.vision_units, planned.llm_tokens)))
-
-
-@dataclass
-class _LimitsSearch:
-    """How near steps come to the samples asked for, under limits that packs are planned with."""
-
-    lengths: SampleLengths
-    asked: int
-    batch_size: int
-    num_replicas: int
-    padded: bool
-    memory: RankMemory | None
-    steps: dict[StepSize, int] = field(default_factory=dict)
-    """Steps of the whole epoch, as planned."""
-    fullness = 1.0
-    """Samples of a pack as planned, over the bound."""
-
-    def __post_init__(self) -> None:
-        self.batches = max(round(self.asked / (self.num_replicas * self.batch_size)), 1)
-        share = self.asked / (self.num_replicas * self.batches) / len(self.lengths)
-        summary = self.lengths.summary
-        # What the samples of a batch bring on average.
-        self.batch_vision, self.batch_tokens = share * summary.total_vision_units, share * summary.total_llm_tokens
-        self.batch_sound = share * (summary.total_sound_units or 0)
-        # Samples that a pack cannot hold more of on average.
-        self.bound = cache(lambda limits: len(self.lengths) / min_packs(self.lengths, limits))
-
-    def ceiling(self, largest: PackLimits) -> PackLimits:
-        """Limits beyond which packs hold more samples than a batch did; every sample fits."""
-        tokens = round(TOKEN_SLACKS[-1] * ROOM * self.batch_tokens)
-        sounds = None
-        if largest.sound_units is not None:
-            sounds = max(round(SOUND_SLACKS[-1] * ROOM * self.batch_sound), largest.sound_units)
-        vision = max(round(ROOM * self.batch_vision), largest.vision_units)
-        return PackLimits(vision, max(tokens, largest.llm_tokens), sound_units=sounds)
-
-    def samples(self, size: StepSize) -> float:
-        """Samples of a step on average, as the whole epoch is planned."""
-        if size not in self.steps:
-            epoch = arrange_epoch(
-                self.lengths, size.limits, num_replicas=self.num_replicas, micro_batches=size.micro_batches
-            )
-            self.steps[size] = epoch.num_steps
-        return len(self.lengths) / self.steps[size]
-
-    def off(self, size: StepSize) -> float:
-        """|samples of a step / those asked for - 1|; 0 where an epoch has as many steps."""
-        samples = self.samples(size)
-        return 0.0 if self.steps[size] == ceil(len(self.lengths) / self.asked) else abs(samples / self.asked - 1)
-
-    def lack(self, size: StepSize) -> float:
-        """How far off the samples of a step are, and ``COUNTED`` more if packs could hold more than one sample each."""
-        one = self.asked > self.num_replicas and holds_one(self.samples(size) / self.num_replicas / size.micro_batches)
-        return self.off(size) + COUNTED * one
-
-    def counted(self, limits: PackLimits) -> tuple[int, float]:
-        """The micro-batches that come nearest, and how far off they are, by the bound alone."""
-        samples = self.fullness * self.num_replicas * self.bound(limits)
-        micro_batches = max(round(self.asked / samples), 1)
-        return micro_batches, abs(micro_batches * samples / self.asked - 1)
-
-    def sized(self, limits: PackLimits) -> StepSize:
-        """The micro-batches that come nearest; one, where this is already too much."""
-        size = StepSize(limits, self.counted(limits)[0])
-        # Planned, packs may be more than the bound, and a step may hold one pack more.
-        again = StepSize(limits, max(round(size.micro_batches * self.asked / self.samples(size)), 1))
-        return min(size, again, key=self.off)
-
-    def best(self, least: PackLimits, ceiling: PackLimits, *, fills_batches: bool) -> StepSize:
-        """The limits that waste least of those under which steps fit, or those under which they fit best."""
-
-        def promising(candidates: Sequence[PackLimits]) -> Iterable[PackLimits]:
-            fitting = [limits for limits in candidates if self.lacking_bytes(limits) <= 0]
-            if not fitting:
-                smallest = min(candidates, key=lambda limits: (limits.vision_units, limits.llm_tokens))
-                raise InfeasibleError(
-                    f"memory must hold the largest sample ({smallest.vision_units} vision units, "
-                    f"{smallest.llm_tokens} LLM tokens) beside the model, got "
-                    f"{self.lacking_bytes(smallest) / 2**30:.1f} GiB too little; let activations be computed again, or "
-                    "share more of the model"
-                )
-            if not fills_batches:
-                fitting = [limits for limits in fitting if not holds_one(self.bound(limits))] or fitting
-            # 1. How far packs stay below the bound is measured where steps are nearest by the bound alone.
-            size = self.sized(min(fitting, key=lambda limits: self.counted(limits)[1]))
-            packs = self.steps[size] * size.micro_batches * self.num_replicas
-            self.fullness = len(self.lengths) / packs / self.bound(size.limits)
-            # 2. Keep limits whose steps come near by the bound.
-            counted = {limits: self.counted(limits) for limits in fitting}
-            near = sorted((limits for limits in fitting if counted[limits][1] <= COUNTED), key=lambda x: counted[x][1])
-            if not near:
-                return [min(fitting, key=lambda limits: counted[limits][1])]
-            # 3. Of these, packs that hold what the user's batches held, as many as the batches were (larger packs may
-            # not fit into memory); else as few packs as can be.
-            enough = [limits for limits in near if fills_batches and self.fills_batch(limits)]
-            fewest = self.batches if enough else min(counted[limits][0] for limits in near)
-            as_many = [limits for limits in enough or near if counted[limits][0] == fewest]
-            return (as_many or enough or near)[:MOST_SCORED]
-
-        options: dict[str, Any] = {"least": least, "num_replicas": self.num_replicas, "num_samples": SCORED_SAMPLES}
-        scored = search_limits(self.lengths, ceiling, progress=promising, **options)
-        scored.sort(key=lambda found: self.counted(found.limits)[1] > KEPT / 2)  # stable: by waste among these
-        tried = []
-        for found in scored[:MOST_PLANNED]:
-            tried.append(self.sized(found.limits))
-            if self.off(tried[-1]) <= KEPT:
-                return tried[-1]
-        return min(tried, key=self.off)
-
-    def with_fewer_tokens(self, size: StepSize) -> StepSize:
-        """Halve the interval of token limits under which packs that hold too much come nearer; others stay."""
-        micro_batches, tokens = size.micro_batches + (self.samples(size) < self.asked), size.limits.llm_tokens
-        least, most, tried = tokens // 2, tokens, []
-        while most - least > TOKEN_MULTIPLE:
-            middle = (least + most) // 2
-            limits = PackLimits(size.limits.vision_units, middle, sound_units=size.limits.sound_units)
-            tried.append(StepSize(limits, micro_batches))
-            if self.off(tried[-1]) <= KEPT:
-                break
-            if self.samples(tried[-1]) > self.asked:
-                most = middle
-            else:
-                least = middle
-        return min(tried, key=self.off, default=size)
-
-    def fills_batch(self, limits: PackLimits) -> bool:
-        """Whether limits hold what a batch brings on average, or nearly; packs are never fuller than their limits."""
-        holds_vision = limits.vision_units >= (1 - KEPT) * self.batch_vision
-        holds_sound = limits.most("sound_units") >= (1 - KEPT) * self.batch_sound
-        return holds_vision and holds_sound and limits.llm_tokens >= (1 - KEPT) * self.batch_tokens
-
-    def lacking_bytes(self, limits: PackLimits) -> float:
-        """Bytes that a rank lacks for the largest micro-batch, by counted activations; below 0 where there is room."""
-        if self.memory is None:
-            return 0.0
-        most = largest_load(self.lengths, _unscaled(limits) if self.padded else limits)
-        return float(self.memory.peak_bytes(most)) - self.memory.budget_bytes
 
 
 def counted_profile(model: Any, device_name: str | None) -> ModelProfile | None:
