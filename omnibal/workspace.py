@@ -32,7 +32,7 @@ from omnibal.profile.records import ModelProfile
 
 if TYPE_CHECKING:
     from omnibal.formats.conversations import ConversationDataset, ConversationStream
-    from omnibal.formats.files import Problem
+    from omnibal.formats.rows import Problem
     from omnibal.vlm import VisionLanguageModel
 
 LOG: Final = logging.getLogger(__name__)

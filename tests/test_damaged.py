@@ -17,7 +17,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.errors import MOST_CHARACTERS, ConfigError, DataError, OmnibalError, said, shortened
 from omnibal.formats.chat import read_conversation
-from omnibal.formats.files import Row
+from omnibal.formats.rows import Row
 from omnibal.formats.shards import named_files
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan

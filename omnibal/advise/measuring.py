@@ -23,8 +23,10 @@ from omnibal.data.mixture import Mixture
 from omnibal.errors import DataError
 from omnibal.families.base import ImageLoad, ImageRule, Size, SoundHeader, VideoHeader, VideoLoad
 from omnibal.formats.chat import IMAGE_MARK, Conversation, read_conversation
-from omnibal.formats.files import Row, is_tar, parse_entry, stream_rows
+from omnibal.formats.files import stream_rows
 from omnibal.formats.images import image_size
+from omnibal.formats.measured import COLUMNS, lengths_of, summed
+from omnibal.formats.rows import Row, is_tar, parse_entry
 from omnibal.formats.shards import Shards, names_of, open_shards
 from omnibal.formats.sounds import sound_header
 from omnibal.formats.videos import video_header
@@ -225,15 +227,9 @@ def measure_rows(
             continue
         text, targets = _text_tokens(conversation, count)
         text += IMAGE_TOKENS * (len(of_images) + len(of_videos) + len(of_sounds))
-        video_tokens = sum(tokens_of(load, count) for load in of_videos)
-        loads.append((
-            sum(load.vision_units for load in (*of_images, *of_videos, *of_sounds)),
-            text + sum(load.llm_tokens for load in (*of_images, *of_sounds)) + video_tokens,
-            targets,
-            sum(load.vision_squared for load in (*of_images, *of_videos)),
-            sum(load.vision_units for load in of_videos),
-            sum(load.sound_units for load in of_sounds),
-        ))  # fmt: skip
+        times = sum(tokens_of(load, count) - load.llm_tokens for load in of_videos)
+        units, tokens, _, *further = summed(of_images, of_videos, of_sounds)
+        loads.append((units, text + tokens + times, targets, *further))
         for found, headers in ((videos, clips), (sounds, heard)):
             if headers:
                 found[len(usable)] = headers  # type: ignore[assignment]  # each pair is of one kind
@@ -246,12 +242,10 @@ def measure_rows(
             f"data must have items whose lengths can be told, got {len(problems):,} of {number + 1:,} that have none "
             f"in {named}; {first}{hint if 'image must' in first else ''}"
         )
-    units, tokens, targets, *further = np.array(loads, dtype=np.int64).T
-    names = ("vision_squared", "video_units", "sound_units")
-    columns = {name: column for name, column in zip(names, further, strict=True) if column.any()}
-    lengths = SampleLengths(units, tokens, target_tokens=targets, **columns)
+    lengths = lengths_of(np.array(loads, dtype=np.int64))
+    image_tokens = lengths.llm_tokens - np.array(texts)
     return DrawnLengths(
-        lengths, tuple(problems), sum(texts) / len(loads), np.array(usable), videos, sounds, tokens - np.array(texts)
+        lengths, tuple(problems), sum(texts) / len(loads), np.array(usable), videos, sounds, image_tokens
     )
 
 
@@ -301,11 +295,9 @@ def measured_head(items: Iterable[Any], loads: Callable[[Any], Loads]) -> Measur
         loads: Vision units, LLM tokens and target tokens of an item, and its videos' vision units if there are any.
     """
     rows = [(*loads(item), 0)[:4] for item in islice(items, DRAWN)]
-    found = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-    if not found.size:
+    if not rows:
         raise DataError("a stream must yield items to measure, got none")
-    videos = found[3] if found[3].any() else None
-    lengths = SampleLengths(found[0], found[1], target_tokens=found[2], video_units=videos)
+    lengths = lengths_of(np.array(rows, dtype=np.int64), (*COLUMNS[:3], "video_units"))
     said = f"the first {len(lengths):,} samples of a stream measured{_drift(lengths)}"
     return MeasuredLengths(lengths, said, is_stream=True)
 

@@ -24,7 +24,7 @@ from omnibal.data.mixture import Mixture
 from omnibal.errors import ConfigError, DataError, said
 from omnibal.families.base import WINDOWS
 from omnibal.formats.chat import read_conversation
-from omnibal.formats.files import Place, Problem, Row, files_of, is_table, is_tar, stream_rows
+from omnibal.formats.files import Place, files_of, is_table, stream_rows
 from omnibal.formats.images import MOST_PIXELS
 from omnibal.formats.measured import (
     COLUMNS,
@@ -37,9 +37,11 @@ from omnibal.formats.measured import (
     lengths_of,
     settle_problems,
     state_of,
+    summed,
     survey,
 )
 from omnibal.formats.model_format import ModelFormat, Prepared
+from omnibal.formats.rows import Problem, Row, is_tar
 from omnibal.formats.shards import AnnotationFile, Ids, Shard, Shards, named_files, names_of, open_shards
 from omnibal.formats.text import Encoded, encode
 
@@ -140,8 +142,8 @@ class ConversationDataset:
     def _measured(self) -> Measured:
         kept = self._cache.load() if self._cache else None
         if kept is None and self._is_measured:
-            place = self._cache.path if self._cache else "no cache"
-            raise DataError(f"lengths must be kept where another process has measured the samples, got none: {place}")
+            folder = self._cache.path if self._cache else "no cache"
+            raise DataError(f"lengths must be kept where another process has measured the samples, got none: {folder}")
         if kept is not None and (self._is_measured or self._still_true(kept)):
             return kept
         measured = self._measure_all()
@@ -199,16 +201,10 @@ class ConversationDataset:
             return 0
 
     def _made_from(self) -> Any:
+        # Absolute paths, unresolved: hosts may differ in where a link leads.
         shards = [
-            (
-                shard.rows.content_hash,
-                shard.rows.path.absolute(),  # hosts may differ in where a link leads
-                shard.root.absolute(),
-                shard.num_samples,
-                shard.max_tiles,
-                shard.name,
-            )
-            for shard in self.shards
+            (s.rows.content_hash, s.rows.path.absolute(), s.root.absolute(), s.num_samples, s.max_tiles, s.name)
+            for s in self.shards
         ]
         return shards, self._format.fingerprint, self._decodes
 
@@ -225,16 +221,16 @@ class ConversationDataset:
         return state_of(prepared.files) if self._decodes else 0
 
     def _prepared(self, item: int) -> Prepared | Problem:
-        shard, place = self._all.locate(item)
-        row = shard.rows[place]
+        shard, number = self._all.locate(item)
+        row = shard.rows[number]
 
-        def work() -> Prepared:
+        def prepare() -> Prepared:
             prepared = _prepare(row, shard, self._format)
             if self._decodes and self._state_of(prepared) not in self._decoded:
                 self._format.check_decodes(prepared)
             return prepared
 
-        return _or_problem(row, work)
+        return _or_problem(row, prepare)
 
     def row_of(self, index: int) -> Row:
         """Where a sample stands, and its record unread."""
@@ -446,18 +442,11 @@ def _place_among_all(usable: Ids, left_out: Ids) -> Ids:
 
 
 def _loads(sample: Prepared, encoded: Encoded) -> Loads:
-    """Loads in the order of the columns; in ``encoded`` each image, sound, and run of a video is still one token."""
-    of_one_token = (*sample.loads, *sample.sounds.loads)
-    tokens = sum(load.llm_tokens - 1 for load in of_one_token)
-    tokens += sum(load.llm_tokens - len(load.runs) for load in sample.videos.loads)
-    return (
-        sum(load.vision_units for load in (*of_one_token, *sample.videos.loads)),
-        len(encoded.ids) + tokens,
-        int(encoded.is_target[1:].sum()),
-        sum(load.vision_squared for load in (*sample.loads, *sample.videos.loads)),
-        sum(load.vision_units for load in sample.videos.loads),
-        sum(load.sound_units for load in sample.sounds.loads),
-    )
+    videos, sounds = sample.videos.loads, sample.sounds.loads
+    units, tokens, _, *further = summed(sample.loads, videos, sounds)
+    # In ``encoded`` each image, each sound and each run of a video is still one token.
+    text = len(encoded.ids) - len(sample.loads) - len(sounds) - sum(len(load.runs) for load in videos)
+    return units, text + tokens, int(encoded.is_target[1:].sum()), *further
 
 
 def _uncollated(item: Any) -> Any:

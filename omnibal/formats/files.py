@@ -1,112 +1,32 @@
-"""Rows of data files: JSON and tar shards by an index of our own, Parquet and Arrow by Hugging Face ``datasets``.
+"""Which files hold data, and their rows: by number, or as a stream; Parquet and Arrow by Hugging Face ``datasets``."""
 
-``datasets`` would read all of them, by a copy of the data in Arrow. For JSON that takes three times as long as to find
-where lines begin, and time and memory in every process; for tar shards it copies every picture, and the first samples
-of a shard must have the same members, where conversations have pictures or not (tools/start/RESULTS.md).
-"""
-
-import codecs
-import gzip
-import hashlib
 import json
-import logging
-import mmap
-import re
-import tarfile
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, groupby
-from os import SEEK_END
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
+from omnibal.errors import DataError, missing_extra, said
+from omnibal.formats.chat import ANSWER_KEYS, TURN_KEYS
+from omnibal.formats.rows import (
+    HEAD_CHARACTERS,
+    TARS,
+    IndexedFile,
+    JoinedFiles,
+    Record,
+    Row,
+    Rows,
+    assembled,
+    is_system_file,
+    is_tar,
+    parse_entry,
+    tar_samples,
+)
 
-from omnibal.data.stored import read_only, replaced_folder
-from omnibal.errors import DataError, missing_extra, said, shortened
-from omnibal.formats.chat import ANSWER_KEYS, BESIDE, IMAGE_MARK, SOUND_MARK, TURN_KEYS, VIDEO_MARK
-from omnibal.records import parse_json
-
-BLOCK_BYTES: Final = 1 << 20
-HEAD_CHARACTERS: Final = 1 << 16
-INDEX_FORMAT: Final = 2
-ENTRIES_FILE, RECORD_FILE = "entries.npy", "index.json"
-TARS: Final = (".tar", ".tar.gz", ".tgz")
-MEMBERS: Final = {
-    IMAGE_MARK: (
-        *("jpg", "jpeg", "jpe", "jfif", "png", "apng", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "pbm", "pnm"),
-        *("jp2", "j2k", "avif", "heic", "heif", "tga", "ico"),
-    ),
-    VIDEO_MARK: ("mp4", "m4v", "mkv", "webm", "mov", "avi", "mpg", "mpeg", "wmv", "flv", "ts", "3gp", "ogv"),
-    SOUND_MARK: ("wav", "flac", "ogg", "oga", "opus", "mp3", "m4a", "aac", "aif", "aiff", "wma"),
-}
-"""Kinds of a tar's members that are images, videos and sounds, be they of a kind that is read or refused."""
-SYSTEM_FILES: Final = ("thumbs.db", "ehthumbs.db", "desktop.ini", "@longlink", "icon\r")
-SYSTEM_FOLDERS: Final = ("__macosx", "paxheader", "@paxheader", "@eadir", "lost+found", "$recycle.bin")
-"""What file managers and archivers leave beside data, in lower case; hidden files (``._a.jpg``, ``.DS_Store``), too."""
-TEXTS: Final = ("txt", "caption", "text")
+# One of these lies where ``datasets`` saved something.
 SAVED: Final = ("dataset_dict.json", "dataset_info.json", "state.json")
-"""One of these lies where ``datasets`` saved something."""
 KINDS: Final = "JSON lines, a JSON list, a tar shard, Parquet, or a folder that datasets saved"
-NEWLINE: Final = ord("\n")
-MOST_NESTED: Final = 32
-
-_STRING: Final = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
-_PLAIN: Final = rb'[^"{}\[\],]++|' + _STRING
-_WITHIN = _PLAIN + b"|,"
-for _ in range(MOST_NESTED):
-    _WITHIN = _PLAIN + rb"|,|[\[{](?:" + _WITHIN + rb")*+[\]}]"
-# What stands between two commas of an array: brackets are followed MOST_NESTED deep, and nothing is tried twice.
-_ENTRY: Final = re.compile(rb"(?:" + _PLAIN + rb"|[\[{](?:" + _WITHIN + rb")*+[\]}])++", re.DOTALL)
-
-Record = Mapping[str, Any]
-Offsets = npt.NDArray[np.int64]
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One unusable row: its file, its line or number (from 1), the reason, and its name where it is no line."""
-
-    file: Path
-    line: int
-    reason: str
-    name: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.file}, {self.name or f'line {self.line}'}: {self.reason}"
-
-
-class Row(NamedTuple):
-    """A row that is not read yet; ``read`` raises a ``ValueError`` with the reason where it is no record."""
-
-    file: Path
-    number: int
-    read: Callable[[], Record]
-    name: str = ""
-
-    def problem(self, error: Exception) -> Problem:
-        """What is wrong with the row."""
-        return Problem(self.file, self.number, shortened(said(error)), self.name)
-
-
-class Rows(Protocol):
-    """The rows of a file or folder, by their number from 0; ``content_hash`` changes with any of them."""
-
-    path: Path
-    content_hash: str
-
-    def __len__(self) -> int:
-        """How many rows there are."""
-
-    def __getitem__(self, index: int) -> Row:
-        """One row, unread."""
 
 
 def open_rows(path: Path, index: Path | None = None) -> Rows:
@@ -144,22 +64,6 @@ def files_of(path: Path) -> list[Path]:
     return next(filter(None, found))
 
 
-def is_system_file(name: str) -> bool:
-    """Whether a file's or a member's name is one that systems give to files of their own: such a one is no data.
-
-    >>> [is_system_file(name) for name in ("a/._0.jpg", "__MACOSX/0.jpg", "PaxHeaders.7/0.jpg", "./a.b/0.jpg")]
-    [True, True, True, False]
-    """
-    parts = [part.lower() for part in name.split("/") if part not in ("", ".", "..")]
-    folders = (part.startswith((".", "paxheaders")) or part in SYSTEM_FOLDERS for part in parts[:-1])
-    return any(folders) or any(part.startswith(".") or part in SYSTEM_FILES for part in parts[-1:])
-
-
-def is_tar(path: Path) -> bool:
-    """Whether a file is a shard of webdataset's, by its name."""
-    return path.name.endswith(TARS)
-
-
 def is_table(path: Path) -> bool:
     """Whether ``datasets`` reads it: Parquet, Arrow, or a folder."""
     if path.is_dir() or path.suffix == ".arrow":
@@ -188,287 +92,6 @@ def is_dataset(path: Path) -> bool:
     except (ValueError, RecursionError):  # longer than what was read, or an object that goes on on the next line
         return '"conversations"' in start or '"messages"' in start
     return isinstance(first, dict) and any(key in first for key in (*TURN_KEYS, *ANSWER_KEYS))
-
-
-# JSON and tar shards -----------------------------------------------------------------------------------------------
-
-
-class Entries(NamedTuple):
-    """Byte offsets of entries, [start, stop), and the lines, from 1, on which they begin (of tars: their numbers)."""
-
-    starts: Offsets
-    stops: Offsets
-    lines: Offsets
-
-
-class IndexedFile:
-    """The rows of a JSON file or a tar shard; only their places are held, 24 bytes a row, memory-mapped if kept."""
-
-    # A file whose first character is ``[`` is one JSON array, any other has one JSON object a line. Blank lines at the
-    # end are not counted; a blank line elsewhere is a broken row. The members of a tar shard that have the same name up
-    # to the first dot make a row. JSON is read once, in one to five seconds per gigabyte; of a shard only the members'
-    # headers.
-
-    def __init__(self, path: Path, index: Path | None = None) -> None:
-        self.path = path
-        self._kept: Path | None = None
-        place = None if index is None else _index_of(index, path)
-        found = None if place is None else _load_index(place)
-        self._entries, self.content_hash = found or (_scan_tar(path) if is_tar(path) else _scan_json(path))
-        if place is not None and found is None and len(self):
-            _save_index(place, self._entries, self.content_hash)
-            found = _load_index(place)
-        if found is not None:
-            (self._entries, self.content_hash), self._kept = found, place
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Workers map the places anew from the index on disk: copies of them would take memory in each process.
-        return {name: value for name, value in self.__dict__.items() if self._kept is None or name != "_entries"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if self._kept is not None:
-            entries, content_hash = _load_index(self._kept) or (None, None)
-            if entries is None or content_hash != self.content_hash:
-                raise DataError(f"index of {self.path} must stay while samples are read, got none in {self._kept}")
-            self._entries = entries
-
-    def __len__(self) -> int:
-        return len(self._entries.starts)
-
-    def __getitem__(self, index: int) -> Row:
-        start, number = int(self._entries.starts[index]), int(self._entries.lines[index])
-        if is_tar(self.path):
-            samples = _tar_samples(self.path, start)  # a name of its own keeps the file open
-            _, name, held = next(samples)
-            return Row(self.path, number, partial(_assembled, held()), name)
-        return Row(self.path, number, partial(self._parsed, start, int(self._entries.stops[index])))
-
-    def _parsed(self, start: int, stop: int) -> Record:
-        with self.path.open("rb") as file:
-            file.seek(start)
-            return parse_entry(file.read(stop - start))
-
-
-class JoinedFiles:
-    """The rows of a folder's files, one file after another."""
-
-    def __init__(self, path: Path, parts: Sequence[IndexedFile]) -> None:
-        self.path, self._parts = path, parts
-        self._ends = list(accumulate(map(len, parts)))
-        hashes = "".join(part.content_hash for part in parts)
-        self.content_hash = hashlib.blake2b(hashes.encode(), digest_size=16).hexdigest()
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def __getitem__(self, index: int) -> Row:
-        number = bisect_right(self._ends, index)
-        return self._parts[number][index - (self._ends[number - 1] if number else 0)]
-
-
-def parse_entry(text: bytes) -> Record:
-    """A JSON object."""
-    try:
-        record = parse_json(text)
-    except json.JSONDecodeError as error:
-        found = f"{error.msg} at character {error.pos + 1}" if error.doc.strip() else "an empty line"
-        raise DataError(f"entry must be JSON, got {found}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"entry must be UTF-8, got {error.object[error.start : error.end]!r}") from error
-    except ValueError as error:
-        raise DataError(f"entry must be readable JSON, got: {error}") from error
-    if not isinstance(record, dict):
-        raise DataError(f"entry must be a JSON object, got {type(record).__name__}")
-    return record
-
-
-def _scan_json(path: Path) -> tuple[Entries, str]:
-    """Where entries begin and end, and a digest of the file's content."""
-    digest, newlines, size, text_end = hashlib.blake2b(digest_size=16), list[Offsets](), 0, 0
-    with path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            digest.update(block)
-            newlines.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == NEWLINE) + size)
-            text_end = size + len(block.rstrip()) if block.strip() else text_end
-            size += len(block)
-    breaks = np.concatenate([np.zeros(0, dtype=np.int64), *newlines])
-    with path.open("rb") as file:
-        head = file.read(HEAD_CHARACTERS)
-        if head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                try:
-                    starts, stops = array_entries(content, head.index(b"[") + 1, breaks)
-                except ValueError as error:
-                    raise DataError(f"annotation must be a whole JSON array, got {path}: {error}") from error
-            return Entries(starts, stops, np.searchsorted(breaks, starts) + 1), digest.hexdigest()
-    stops = np.append(breaks, size)
-    starts = np.append(0, breaks + 1)
-    kept = int(np.searchsorted(starts, text_end))
-    return Entries(starts[:kept], stops[:kept], np.arange(1, kept + 1)), digest.hexdigest()
-
-
-def array_entries(content: Any, position: int, breaks: Offsets) -> tuple[Offsets, Offsets]:
-    """Where the entries of a JSON array begin and end, whatever they are; they are not checked to be JSON."""
-
-    def line(place: int) -> int:
-        return int(np.searchsorted(breaks, place)) + 1
-
-    def text_begin(place: int) -> int:
-        found = re.compile(rb"\S").search(content, place)
-        return len(content) if found is None else found.start()
-
-    starts, stops = list[int](), list[int]()
-    while True:
-        start = text_begin(position)
-        entry = _ENTRY.match(content, start)
-        position = start if entry is None else entry.end()
-        mark = content[position : position + 1]
-        if mark not in (b",", b"]"):
-            raise ValueError(
-                f"the file ends, or nests more than {MOST_NESTED} brackets, within the entry that begins on line "
-                f"{line(start)}"
-            )
-        if entry is not None:
-            starts.append(start)
-            stops.append(position)
-        position += 1
-        if mark == b"]":
-            break
-    extra = text_begin(position)
-    if extra < len(content):
-        raise ValueError(f"the array has ended, and more follows on line {line(extra)}")
-    return np.array(starts, dtype=np.int64), np.array(stops, dtype=np.int64)
-
-
-def _scan_tar(path: Path) -> tuple[Entries, str]:
-    """Where samples begin and end, and a digest of the members' headers."""
-    if _is_packed(path):
-        raise DataError(f"annotation must be an unpacked tar where samples are read by number, got {path}; unpack it")
-    digest, stops, starts = hashlib.blake2b(digest_size=16), list[int](), list[int]()
-    with _open_tar(path) as (_, members):
-        for sample in _samples(path, members):
-            starts.append(sample[0].offset)
-            stops.append(_end(sample[-1]))
-            for member in sample:
-                digest.update(f"{member.name}:{member.size}:{member.mtime}:".encode(errors="surrogateescape"))
-    return Entries(np.array(starts), np.array(stops), np.arange(1, len(starts) + 1)), digest.hexdigest()
-
-
-def _tar_samples(path: Path, begin: int = 0) -> Iterator[tuple[int, str, Callable[[], dict[str, bytes]]]]:
-    """From a byte on, the samples of a tar: the byte behind each, its name, and what reads its members by their kinds.
-
-    What reads them may be called until the next sample is asked for.
-    """
-    with _open_tar(path, begin) as (tar, members):
-        for sample in _samples(path, members):
-            yield _end(sample[-1]), _key_of(sample[0]), partial(_contents, tar, sample)
-
-
-def _samples(path: Path, members: Iterable[tarfile.TarInfo]) -> Iterator[list[tarfile.TarInfo]]:
-    """The members of each sample, which stand side by side; refused if those of one sample stand in two places."""
-    seen: dict[int, frozenset[str]] = {}  # kinds of the members of each name so far
-    sets: dict[frozenset[str], frozenset[str]] = {}
-    for key, found in groupby(members, key=_key_of):
-        sample = list(found)
-        kinds = frozenset(_key_and_kind(member.name)[1] for member in sample)
-        before = seen.get(hash(key), kinds)
-        if not before & kinds:
-            raise DataError(
-                f"members of a sample must stand side by side in a shard, got {key}.{min(before)} and "
-                f"{key}.{min(kinds)} apart in {path}; `tar --sort=name` writes them so"
-            )
-        seen[hash(key)] = sets.setdefault(kinds, kinds)
-        yield sample
-
-
-@contextmanager
-def _open_tar(path: Path, begin: int = 0) -> Iterator[tuple[tarfile.TarFile, Iterator[tarfile.TarInfo]]]:
-    """A tar and the files in it, from a byte on at which one begins; it ends where it is cut off with an error."""
-    try:
-        with gzip.open(path) if _is_packed(path) else path.open("rb") as file:
-            file.seek(begin)
-            with tarfile.open(fileobj=file, mode="r:") as tar:
-                yield tar, _members(tar, file)
-    except DataError:
-        raise
-    except Exception as error:  # decompressors of damaged bytes fail in many ways
-        raise DataError(f"data must be shards that can be read, got {path}: {said(error)}") from error
-
-
-def _members(tar: tarfile.TarFile, file: Any) -> Iterator[tarfile.TarInfo]:
-    for member in iter(tar.next, None):
-        tar.members.clear()  # type: ignore[attr-defined]  # or the list would grow with the tar
-        if member.isfile() and not is_system_file(member.name):
-            yield member
-    if file.seek(0, SEEK_END) % tarfile.BLOCKSIZE:  # tarfile takes half a header for the end
-        raise tarfile.ReadError("unexpected end of data")
-
-
-def _is_packed(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(2) == b"\x1f\x8b"
-
-
-def _contents(tar: tarfile.TarFile, members: Sequence[tarfile.TarInfo]) -> dict[str, bytes]:
-    return {_key_and_kind(member.name)[1]: tar.extractfile(member).read() for member in members}  # type: ignore[union-attr]
-
-
-def _end(member: tarfile.TarInfo) -> int:
-    """The byte behind a member, whose content fills whole blocks."""
-    return member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-
-
-def _key_of(member: tarfile.TarInfo) -> str:
-    return _key_and_kind(member.name)[0]
-
-
-def _key_and_kind(name: str) -> tuple[str, str]:
-    """``folder/000.left.jpg`` is the member ``left.jpg`` of the sample ``folder/000``."""
-    folder, slash, base = name.rpartition("/")
-    stem, _, kind = base.partition(".")
-    return folder + slash + stem, kind.lower()
-
-
-def _assembled(held: Mapping[str, bytes]) -> Record:
-    """The record that a sample's members make, and the images, videos and sounds beside it."""
-    texts = [content.decode() for kind, content in held.items() if kind in TEXTS]
-    record = parse_entry(held["json"]) if "json" in held else {"response": "\n".join(texts)}
-    beside = {
-        mark: found
-        for mark, kinds in MEMBERS.items()
-        if (found := [{"bytes": content} for kind, content in held.items() if kind.rpartition(".")[2] in kinds])
-    }
-    return {**record, BESIDE: beside} if beside else record
-
-
-def _index_of(folder: Path, file: Path) -> Path:
-    """Where the index of a file as it is now is kept: one of another size or time of change has another."""
-    state = file.stat()
-    key = json.dumps([INDEX_FORMAT, str(file.absolute()), state.st_size, state.st_mtime_ns])
-    return folder / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-
-
-def _load_index(path: Path) -> tuple[Entries, str] | None:
-    """The entries, memory-mapped, and the digest of the file's content; None if they are not kept."""
-    if not path.is_dir():
-        return None
-    try:
-        content_hash = json.loads((path / RECORD_FILE).read_text())["content_hash"]
-        starts, stops, lines = map(read_only, np.load(path / ENTRIES_FILE, mmap_mode="r"))
-    except Exception as error:  # a file of ours that is damaged may hold anything
-        logger.warning("Annotations are indexed anew, because the kept index cannot be read: %s", said(error))
-        return None
-    return Entries(starts, stops, lines), content_hash
-
-
-def _save_index(path: Path, entries: Entries, content_hash: str) -> None:
-    with replaced_folder(path) as fresh:
-        kept = np.lib.format.open_memmap(fresh / ENTRIES_FILE, "w+", dtype=np.int64, shape=(3, len(entries.starts)))
-        for row, column in zip(kept, entries, strict=True):  # in one array, it would all be copied first
-            row[:] = column
-        kept.flush()
-        (fresh / RECORD_FILE).write_text(json.dumps({"content_hash": content_hash}) + "\n")
 
 
 # Tables ------------------------------------------------------------------------------------------------------------
@@ -594,8 +217,8 @@ def _stream_lines(path: Path, begin: Place) -> Iterator[tuple[int, int, Row]]:
 
 
 def _stream_tar(path: Path, begin: Place) -> Iterator[tuple[int, int, Row]]:
-    for number, (end, name, held) in enumerate(_tar_samples(path, begin.offset), start=begin.lines + 1):
-        yield number, end, Row(path, number, lambda held=held: _assembled(held()), name)  # type: ignore[misc]
+    for number, (end, name, held) in enumerate(tar_samples(path, begin.offset), start=begin.lines + 1):
+        yield number, end, Row(path, number, lambda held=held: assembled(held()), name)  # type: ignore[misc]
 
 
 def _stream_table(path: Path, begin: Place) -> Iterator[tuple[int, int, Row]]:

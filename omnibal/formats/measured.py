@@ -26,7 +26,7 @@ from tqdm import tqdm
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.stored import replaced_folder
 from omnibal.errors import DataError, said
-from omnibal.formats.files import Problem
+from omnibal.formats.rows import Problem
 from omnibal.records import load_json
 
 FORMAT: Final = 2  # changes with the rules by which lengths are measured
@@ -56,6 +56,18 @@ def lengths_of(loads: npt.NDArray[np.int64], names: Sequence[str] = COLUMNS, **f
     """Lengths from loads (samples, columns); an optional column that holds zeros alone is left out."""
     columns = dict(zip(names, loads.T, strict=True))
     return SampleLengths(**{n: c for n, c in columns.items() if n not in OPTIONAL or c.any()}, **facts)
+
+
+def summed(images: Sequence[Any], videos: Sequence[Any], sounds: Sequence[Any]) -> Loads:
+    """What the loads of a sample's images, videos and sounds bring together, in the order of `COLUMNS`; no targets."""
+    return (
+        sum(load.vision_units for load in (*images, *videos, *sounds)),
+        sum(load.llm_tokens for load in (*images, *videos, *sounds)),
+        0,
+        sum(load.vision_squared for load in (*images, *videos)),
+        sum(load.vision_units for load in videos),
+        sum(load.sound_units for load in sounds),
+    )
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ import numpy.typing as npt
 
 from omnibal.errors import ConfigError, DataError
 from omnibal.formats.chat import Conversation, read_conversation
-from omnibal.formats.files import Rows, TableRows, is_table, is_tar, open_rows
+from omnibal.formats.files import TableRows, is_table, open_rows
+from omnibal.formats.rows import Rows, is_tar
 from omnibal.records import load_json
 
 KEYS: Final = ("root", "annotation", "repeat_time", "length", "max_dynamic_patch", "data_augment")

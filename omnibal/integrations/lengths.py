@@ -12,8 +12,8 @@ from torch.utils.data import ConcatDataset
 from omnibal.data.kinds import in_full
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import DataError, said
-from omnibal.formats.files import Problem
 from omnibal.formats.measured import Found, Items, lengths_of, survey
+from omnibal.formats.rows import Problem
 from omnibal.packs.loading import Dataset, PlannedLoads
 from omnibal.ranks import gather, place, run_on_all_ranks
 

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from omnibal.errors import DataError
-from omnibal.formats import files, measured
+from omnibal.formats import measured, rows
 from omnibal.formats.conversations import ConversationDataset, open_dataset
 
 ONE = ([("human", "<image>\nWhat is red?"), ("gpt", "the ball")], [(120, 50)])
@@ -161,7 +161,7 @@ def test_where_another_process_has_measured_nothing_is_read_but_what_it_kept(
     first = open_again(broken="skip")
     measured_items.clear()
     caplog.clear()
-    monkeypatch.setattr(files, "_scan_json", None)  # no annotation is read
+    monkeypatch.setattr(rows, "scan_json", None)  # no annotation is read
     again = open_again(broken="skip", measured=True)
     assert measured_items == []
     assert caplog.text == ""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omnibal.errors import DataError
-from omnibal.formats import files
+from omnibal.formats import rows
 from omnibal.formats.files import open_rows
 
 
@@ -28,7 +28,7 @@ def test_lines_are_read_by_number_whatever_ends_the_file(tmp_path, end):
 
 
 def test_lines_may_span_the_blocks_of_a_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "BLOCK_BYTES", 5)
+    monkeypatch.setattr(rows, "BLOCK_BYTES", 5)
     lines = open_rows(write(tmp_path / "a.jsonl", b'{"a": 1}\n\n{"b": 22222}\n{}\n'))
     assert [len(lines), *(lines[index].read() for index in (0, 2, 3))] == [4, {"a": 1}, {"b": 22222}, {}]
     with pytest.raises(ValueError, match="entry must be JSON"):
@@ -84,7 +84,7 @@ PRETTY = b"""
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 1 << 20])
 def test_a_json_array_is_read_entry_by_entry_whatever_the_blocks(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(files, "BLOCK_BYTES", block)
+    monkeypatch.setattr(rows, "BLOCK_BYTES", block)
     read = open_rows(write(tmp_path / "a.json", PRETTY.lstrip()))
     assert [row.read() for row in read] == json.loads(PRETTY)
     assert [row.number for row in read] == [2, 3, 5, 7]
@@ -101,8 +101,8 @@ JSON = st.recursive(
 def test_entries_of_any_array_are_found_whatever_the_blocks(entries, indent, size):
     text = json.dumps(entries, indent=indent).encode()
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(files, "BLOCK_BYTES", size)
-        found, _ = files._scan_json(write(Path(folder) / "a.json", text))
+        patched.setattr(rows, "BLOCK_BYTES", size)
+        found, _ = rows.scan_json(write(Path(folder) / "a.json", text))
     assert [json.loads(text[start:stop]) for start, stop in zip(found.starts, found.stops, strict=True)] == entries
     assert found.lines.tolist() == [text[:start].count(b"\n") + 1 for start in found.starts]
 
@@ -148,8 +148,8 @@ def test_hash_tells_contents_apart(tmp_path):
 @pytest.fixture
 def scans(monkeypatch):
     """The files that are read from end to end."""
-    found, scan = [], files._scan_json
-    monkeypatch.setattr(files, "_scan_json", lambda path: found.append(path) or scan(path))
+    found, scan = [], rows.scan_json
+    monkeypatch.setattr(rows, "scan_json", lambda path: found.append(path) or scan(path))
     return found
 
 

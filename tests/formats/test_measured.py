@@ -9,8 +9,8 @@ import pytest
 from tqdm import tqdm
 
 from omnibal.formats import measured as module
-from omnibal.formats.files import Problem
 from omnibal.formats.measured import survey
+from omnibal.formats.rows import Problem
 
 
 def measure(items):
