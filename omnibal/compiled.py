@@ -48,9 +48,8 @@ def compiled(function: Function) -> Function:
     """Compile a function of arrays and numbers when it is first called; it may call compiled ones of its folder."""
     # numba's cache looks at the file of the function that Python calls, and goes on with old code after a change in
     # another file that this one calls; `_keep` lets it look at the whole folder.
-    dispatcher = njit(**OPTIONS)(function)
-    if isinstance(dispatcher, Dispatcher):  # not where NUMBA_DISABLE_JIT is set
-        _compile_once_for_constants(dispatcher)
+    dispatcher = _dispatcher(function)
+    if isinstance(dispatcher, Dispatcher):
         _keep(dispatcher, function)
     return cast(Function, dispatcher)
 
@@ -60,23 +59,22 @@ def compiled_part(function: Function) -> Function:
     # Arguments that are many or nested take long to unpack from Python's objects, and to compile the code that does.
     # Nor does it count who refers to its arrays (``_nrt``): its callers hold them, and counters are atomic, which is
     # slow where a call of many arrays does little.
-    dispatcher = njit(**OPTIONS | {"no_cpython_wrapper": True, "_nrt": False})(function)
-    if isinstance(dispatcher, Dispatcher):
-        _compile_once_for_constants(dispatcher)
-    return cast(Function, dispatcher)
+    return cast(Function, _dispatcher(function, no_cpython_wrapper=True, _nrt=False))
 
 
-def _compile_once_for_constants(dispatcher: Dispatcher) -> None:
-    """Let a call with a constant use the code for any integer: numba would compile the function for each constant."""
-    resolve = dispatcher.get_call_template
+def _dispatcher(function: Function, **options: bool) -> Dispatcher | Function:
+    """Numba's function; the plain one where NUMBA_DISABLE_JIT is set."""
+    dispatcher = njit(**OPTIONS | options)(function)
+    if not isinstance(dispatcher, Dispatcher):
+        return function
+    resolve, plain = dispatcher.get_call_template, cast(Any, types.unliteral)
 
-    def plain(argument: Any) -> Any:
-        return types.unliteral(argument)  # type: ignore[no-untyped-call]
-
+    # A call with a constant uses the code for any integer: numba would compile the function for each constant.
     def resolve_without_constants(args: Sequence[Any], kws: Any) -> Any:
         return resolve([plain(arg) for arg in args], {name: plain(arg) for name, arg in dict(kws).items()})
 
     dispatcher.get_call_template = resolve_without_constants  # type: ignore[assignment]
+    return dispatcher
 
 
 def _keep(dispatcher: Dispatcher, function: Callable[..., object]) -> None:
@@ -95,8 +93,8 @@ def _keep(dispatcher: Dispatcher, function: Callable[..., object]) -> None:
         settings.CACHE_DIR = others
     file = sys.modules[function.__module__].__file__
     assert file is not None, "a module's functions stand in a file"
-    # There is no public way to say what a function depends on. What numba takes for its version is read before all else
-    # in a file of the cache, and such a file of another version is not unpickled: it may name classes that are gone.
+    # There is no public way to say what a function depends on. numba reads its version before all else in a file of the
+    # cache, and does not unpickle a file of another version, which may name classes that are gone.
     cache_file = dispatcher._cache._cache_file  # type: ignore[attr-defined]
     cache_file._version = f"{cache_file._version} {folder_hash(Path(file).parent)}"
 

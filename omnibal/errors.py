@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from numbers import Integral
 from types import TracebackType
@@ -44,9 +44,8 @@ def shortened(text: str) -> str:
     332
     """
     text = re.sub(rf"\S{{{MOST_OF_A_WORD},}}", lambda word: f"{word[0][:200]} … {word[0][-100:]}", text)
-    if len(text) <= MOST_CHARACTERS:
-        return text
-    return f"{text[: MOST_CHARACTERS * 3 // 4]} … {text[-MOST_CHARACTERS // 4 :]}"
+    cut = f"{text[: MOST_CHARACTERS * 3 // 4]} … {text[-MOST_CHARACTERS // 4 :]}"
+    return text if len(text) <= MOST_CHARACTERS else cut
 
 
 class OmnibalError(Exception):
@@ -78,31 +77,28 @@ class MissingExtraError(OmnibalError, ModuleNotFoundError):
 
 
 def message_alone(error: OmnibalError) -> str:
-    """What an error says, without the traceback that torch puts before what a worker of a DataLoader raised."""
+    """The message without the traceback that torch puts before what a worker of a DataLoader raised."""
     kind = f"\n{type(error).__module__}.{type(error).__name__}: "
     return str(error).rpartition(kind)[2].strip()
-
-
-class _OneLine:
-    """A ``sys.excepthook`` that hands errors of omnibal on without their tracebacks."""
-
-    def __init__(self, show: Callable[..., Any]) -> None:
-        self._show = show
-
-    def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if isinstance(error, OmnibalError):
-            error, traceback = type(error)(message_alone(error)), None
-        self._show(kind, error, traceback)
 
 
 def end_in_one_line() -> None:
     """Let an error of omnibal that ends this process print its message alone, from now on.
 
-    For scripts that nobody of omnibal calls: they call `balance`, `balanced_loader` or `initialize`, and what these
-    refuse is explained by its message. Every other error keeps its traceback, and who catches errors sees no change.
+    For scripts that call `balance`, `balanced_loader` or `initialize`: what these refuse is explained by its message.
+    Every other error keeps its traceback, and who catches errors sees no change.
     """
-    if not isinstance(sys.excepthook, _OneLine):
-        sys.excepthook = _OneLine(sys.excepthook)
+    if not (isinstance(sys.excepthook, partial) and sys.excepthook.func is _show_message):
+        sys.excepthook = partial(_show_message, sys.excepthook)
+
+
+def _show_message(
+    show: Callable[..., Any], kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    """A ``sys.excepthook`` that hands errors of omnibal on to ``show`` without their tracebacks."""
+    if isinstance(error, OmnibalError):
+        error, traceback = type(error)(message_alone(error)), None
+    show(kind, error, traceback)
 
 
 def integer(name: str, value: Any, least: int, most: int | None = None) -> int:

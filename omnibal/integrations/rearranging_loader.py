@@ -27,7 +27,7 @@ from omnibal.packs.collator import (
     PER_TOKEN,
     PER_VIDEO,
     PackCollator,
-    Shapes,
+    RowKinds,
     images_of,
     largest_rows,
     rows_of_images,
@@ -171,7 +171,7 @@ class RearrangingLoader:
         2. All ranks gather the sizes of all samples; what failed on one rank is raised on all.
         3. Every rank makes the same plans of all micro-batches from the same numbers.
         """
-        told: tuple[list[IntArray], Shapes] | DataError
+        told: tuple[list[IntArray], RowKinds] | DataError
         try:
             read = [[self._collator.sample(item) for item in batch] for batch in islice(batches, self._micro_batches)]
             self._refuse_unknown(chain(*read))
@@ -205,8 +205,8 @@ class RearrangingLoader:
         return drawn, state
 
     def _gather(
-        self, told: tuple[list[IntArray], Shapes] | DataError, iteration: int, step: int
-    ) -> tuple[list[list[IntArray]], Shapes]:
+        self, told: tuple[list[IntArray], RowKinds] | DataError, iteration: int, step: int
+    ) -> tuple[list[list[IntArray]], RowKinds]:
         """Sizes of the micro-batches of all ranks, each (len(told), samples), and the largest rows of inputs.
 
         A rank that has failed (a DataError in place of what it has drawn), has other settings, or is at another step

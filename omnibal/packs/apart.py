@@ -26,7 +26,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from omnibal.packs.leaks import Leak, mapped
-from omnibal.packs.row_lengths import follows_length
+from omnibal.packs.row_lengths import follows_length, transformers_model
 
 KINDS: Final = frozenset({"recurrent state", "convolution"})
 """Kinds of leaks that `StatefulLayers` stops."""
@@ -39,17 +39,14 @@ IMAGE_BLOCKS: Final = "get_block_sequence_ids_for_mask"
 
 
 def attend_by_bounds(model: nn.Module) -> Callable[[], None] | None:
-    """Let the language model of one of transformers' attend by the bounds of samples, where it would make a mask.
+    """Let the LLM of a model of transformers attend by the bounds of samples, where it would make a mask.
 
     Returns:
-        What undoes that; None for a model that has another attention than "sdpa", or sees images whole, and where torch
-        is older than its kernel for packs.
+        What undoes that; None if attention is not "sdpa", images are seen whole, or torch has no kernel for packs yet.
     """
-    transformers = sys.modules.get("transformers")
-    if transformers is None or Version(torch.__version__) < VARLEN_FLOOR:
-        return None
-    base: Any = next((part for part in model.modules() if isinstance(part, transformers.PreTrainedModel)), None)
-    if base is None or any(_sees_images_whole(part) for part in base.modules()):
+    base = transformers_model(model)
+    is_known = "transformers" in sys.modules and isinstance(base, sys.modules["transformers"].PreTrainedModel)
+    if not is_known or Version(torch.__version__) < VARLEN_FLOOR or any(map(_sees_images_whole, base.modules())):
         return None
     config, text = base.config, base.config.get_text_config()
     named = {"": config} | {name: getattr(config, name) for name in config.sub_configs}
@@ -99,17 +96,13 @@ def _give_masks(
     of_window = masking_utils.sliding_window_overlay(config.sliding_window)
     # Of what is embedded only shape, precision and device count. Without positions, places are those in the row.
     embedded = module.get_input_embeddings().weight.new_empty((*positions.shape, 0), device=positions.device)
-    masks = {
-        kind: masking_utils.create_causal_mask(
-            config,
-            embedded,
-            None,
-            None,
-            or_mask_function=of_image if is_whole else None,
-            and_mask_function=masking_utils.and_masks(of_sample, *([of_window] if "sliding" in kind else [])),
+    masks = {}
+    for kind, is_whole in whole.items():
+        within = masking_utils.and_masks(of_sample, *([of_window] if "sliding" in kind else []))
+        beside = of_image if is_whole else None
+        masks[kind] = masking_utils.create_causal_mask(
+            config, embedded, None, None, or_mask_function=beside, and_mask_function=within
         )
-        for kind, is_whole in whole.items()
-    }
     return args, {**kwargs, "attention_mask": masks}
 
 
@@ -131,9 +124,8 @@ def is_rotated_by_sample(model: nn.Module) -> bool:
 
 
 def _rotate(
-    rotary: Any, forward: Callable[..., Any], bounds: SampleBounds, hidden: Tensor, position_ids: Tensor, *args: Any,
-    **kwargs: Any,
-) -> Any:  # fmt: skip
+    rotary: Any, forward: Any, bounds: SampleBounds, hidden: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+) -> Any:
     found = bounds.of_pack
     if found is None or found[-1] != position_ids.shape[-1]:
         return forward(hidden, position_ids, *args, **kwargs)

@@ -45,9 +45,9 @@ PER_IMAGE: Final = (
 SIZED: Final = frozenset({"image_sizes", "pixel_attention_mask", "feature_attention_mask"})
 """Tensors that tell how much of an image or a sound is real: beside them smaller ones may be padded to the largest."""
 
-Shape = tuple[tuple[int, ...], torch.dtype]
+RowKind = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of one row of an image's tensor: a tile, a patch, an image."""
-Shapes = dict[str, Shape]
+RowKinds = dict[str, RowKind]
 WHY_LEFT_OUT: Final = MappingProxyType(
     {"position_ids": "packs count positions themselves"}
     | dict.fromkeys(PER_VIDEO, "packs hold videos of Qwen's models alone")
@@ -294,7 +294,7 @@ def joined_images(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return as_one_row(images_of(samples, rows_of_images(samples)))
 
 
-def images_of(samples: Sequence[Mapping[str, Tensor]], shapes: Shapes) -> dict[str, Tensor]:
+def images_of(samples: Sequence[Mapping[str, Tensor]], shapes: RowKinds) -> dict[str, Tensor]:
     """The images of samples, one after another; ``shapes`` names the tensors and their largest rows."""
     images = {}
     for name, (shape, dtype) in shapes.items():
@@ -309,18 +309,18 @@ def _padded(rows: Tensor, shape: Sequence[int]) -> Tensor:
     return pad(rows, [amount for size in reversed(behind) for amount in (0, size)])
 
 
-def rows_of_images(samples: Iterable[Mapping[str, Tensor]], names: Sequence[str] = PER_IMAGE) -> Shapes:
+def rows_of_images(samples: Iterable[Mapping[str, Tensor]], names: Sequence[str] = PER_IMAGE) -> RowKinds:
     """The largest row of each tensor of a rank's images; DataError where rows are unlike each other."""
     named = ((name, of[name]) for of in samples for name in names if name in of)
     return largest_rows(("", name, (tuple(rows.shape[1:]), rows.dtype)) for name, rows in named)
 
 
-def largest_rows(rows: Iterable[tuple[str, str, Shape]]) -> Shapes:
+def largest_rows(rows: Iterable[tuple[str, str, RowKind]]) -> RowKinds:
     """The largest row of each tensor, of rows that are (beginning of a message, name of the tensor, shape).
 
     Images may differ where ``SIZED`` tells how much of an image is real; a DataError names others.
     """
-    rows, found = [*rows], dict[str, Shape]()
+    rows, found = [*rows], dict[str, RowKind]()
     may_differ = any(name in SIZED for _, name, _ in rows)
     for where, name, (shape, dtype) in rows:
         most, kind = found.setdefault(name, (shape, dtype))

@@ -288,9 +288,9 @@ def _by_size(dtype: torch.dtype, in_16: float, in_32: float, in_64: float) -> fl
     return {4: in_32, 8: in_64}.get(dtype.itemsize, in_16)
 
 
-Place = tuple[str, int, bool, tuple[Any, ...]]
+Spot = tuple[str, int, bool, tuple[Any, ...]]
 """A tensor in a pass: module, how often it ran before, whether it goes in, and where it stands in the arguments."""
-Look = Callable[[Place, Tensor], Tensor]
+Look = Callable[[Spot, Tensor], Tensor]
 
 
 @dataclass
@@ -298,18 +298,18 @@ class _ModuleTensors:
     """Tensors that go into and come out of a model's modules."""
 
     model: Any
-    _shapes: dict[Place, dict[int, torch.Size]] = field(default_factory=dict)  # of each sample alone
-    _base: dict[Place, Tensor] = field(default_factory=dict)  # of the pack
+    _shapes: dict[Spot, dict[int, torch.Size]] = field(default_factory=dict)  # of each sample alone
+    _base: dict[Spot, Tensor] = field(default_factory=dict)  # of the pack
     _logits: Tensor = field(init=False)  # of the pack
 
     def run(self, inputs: Mapping[str, Any], sample: int | None = None) -> Tensor:
         """Logits (tokens, words) of a sample, whose shapes are kept, or of the pack, whose tensors are."""
 
-        def look(place: Place, tensor: Tensor) -> Tensor:
+        def look(spot: Spot, tensor: Tensor) -> Tensor:
             if sample is None:
-                self._base[place] = tensor.clone()  # what comes may change it in place
+                self._base[spot] = tensor.clone()  # what comes may change it in spot
             else:
-                self._shapes.setdefault(place, {})[sample] = tensor.shape
+                self._shapes.setdefault(spot, {})[sample] = tensor.shape
             return tensor
 
         logits = self._run(inputs, look)
@@ -330,8 +330,8 @@ class _ModuleTensors:
             return
         found: dict[str, Leak] = {}
 
-        def look(place: Place, tensor: Tensor) -> Tensor:
-            base, shapes = self._base.get(place), self._shapes.get(place, {})
+        def look(spot: Spot, tensor: Tensor) -> Tensor:
+            base, shapes = self._base.get(spot), self._shapes.get(spot, {})
             rows = None if base is None or base.shape != tensor.shape else _rows([*shapes.values()], tensor.shape)
             if base is None or rows is None:
                 return tensor
@@ -339,7 +339,7 @@ class _ModuleTensors:
             others = torch.ones(tensor.shape[dim], dtype=torch.bool, device=tensor.device)
             for sample, (start, stop) in zip(shapes, pairwise(bounds), strict=True):
                 others[start:stop] = sample != changed
-            return self._judged(place, tensor, base, dim, others, found)
+            return self._judged(spot, tensor, base, dim, others, found)
 
         self._run(inputs, look)
         # What leaks less than noise, and is made larger behind it, is still what leaks most.
@@ -350,29 +350,29 @@ class _ModuleTensors:
         self, samples: Sequence[Mapping[str, Any]], pack: Mapping[str, Any], leaks: dict[str, Leak], tolerance: float
     ) -> None:
         """Find modules that give the pack other rows than its samples alone."""
-        alone: dict[Place, list[Tensor]] = {}
+        alone: dict[Spot, list[Tensor]] = {}
         found: dict[str, Leak] = {}
 
-        def keep(place: Place, tensor: Tensor) -> Tensor:
-            alone.setdefault(place, []).append(tensor.clone())  # what comes may change it in place
+        def keep(spot: Spot, tensor: Tensor) -> Tensor:
+            alone.setdefault(spot, []).append(tensor.clone())  # what comes may change it in spot
             return tensor
 
         for sample in samples:
             self._run(sample, keep)
 
-        def look(place: Place, tensor: Tensor) -> Tensor:
-            parts = alone.get(place, [])
+        def look(spot: Spot, tensor: Tensor) -> Tensor:
+            parts = alone.get(spot, [])
             rows = _rows([part.shape for part in parts], tensor.shape)
             if rows is None:
                 return tensor
             everywhere = torch.ones(tensor.shape[rows[0]], dtype=torch.bool, device=tensor.device)
-            return self._judged(place, tensor, torch.cat(parts, rows[0]), rows[0], everywhere, found)
+            return self._judged(spot, tensor, torch.cat(parts, rows[0]), rows[0], everywhere, found)
 
         self._run(pack, look)
         leaks.update({name: leak for name, leak in found.items() if leak.error > tolerance})
 
     def _judged(
-        self, place: Place, tensor: Tensor, right: Tensor, dim: int, judged: Tensor, found: dict[str, Leak]
+        self, spot: Spot, tensor: Tensor, right: Tensor, dim: int, judged: Tensor, found: dict[str, Leak]
     ) -> Tensor:
         """The tensor with the right rows where they are judged; notes the module if they differ at all."""
         differences = (tensor - right).float().movedim(dim, 0).flatten(1).norm(dim=1)
@@ -380,7 +380,7 @@ class _ModuleTensors:
         error = float((differences * judged).max() / scale) if scale > 0 else 0.0
         if not error > 0:
             return tensor
-        name, _, goes_in, _ = place
+        name, _, goes_in, _ = spot
         # A module's input is made by the module around it, from what the modules before it gave.
         leaking = name.rpartition(".")[0] if goes_in else name
         if leaking not in found or found[leaking].error < error:

@@ -48,7 +48,7 @@ HEADS: Final = ("num_attention_heads", "num_heads")
 LAYERS: Final = ("num_hidden_layers", "depth")
 OUTPUTS: Final = ("out_hidden_size", "projection_dim", "text_hidden_size", "vision_output_dim")
 """Widths that lead from the encoder to the language model."""
-PLACES: Final = ("deepstack_visual_indexes", "fullatt_block_indexes", "full_attn_idxs")
+SPECIAL_LAYERS: Final = ("deepstack_visual_indexes", "fullatt_block_indexes", "full_attn_idxs")
 LARGE: Final = {
     "num_key_value_heads": 1, "intermediate_size": 64, "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
@@ -194,25 +194,21 @@ def small_config(config: Any) -> Any:
         for name, most in (LARGE | {heads_name: FEW}).items():
             if isinstance(getattr(part, name, None), int):
                 setattr(part, name, min(getattr(part, name), most))
-        _cut_layers(part)
+        # As many layers as one of each kind takes.
+        layers = next(name for name in LAYERS if hasattr(part, name))
+        kinds = getattr(part, "layer_types", None) or []
+        count = min(max([FEW, *(kinds.index(kind) + 1 for kind in kinds)]), getattr(part, layers))
+        setattr(part, layers, count)
+        if kinds:
+            part.layer_types = kinds[:count]
+        for special in SPECIAL_LAYERS:
+            if getattr(part, special, None):
+                setattr(part, special, [*range(min(count, len(getattr(part, special))))])
     for part in filter(None, (small, text, vision)):
         for name in (*WIDTHS, *OUTPUTS):
             if getattr(part, name, None) in new_widths:
                 setattr(part, name, new_widths[getattr(part, name)])
     return small
-
-
-def _cut_layers(part: Any) -> None:
-    """Keep so many layers that one of each kind is there."""
-    name = next(name for name in LAYERS if hasattr(part, name))
-    kinds = getattr(part, "layer_types", None) or []
-    count = min(max([FEW, *(kinds.index(kind) + 1 for kind in kinds)]), getattr(part, name))
-    setattr(part, name, count)
-    if kinds:
-        part.layer_types = kinds[:count]
-    for places in PLACES:  # of special layers
-        if getattr(part, places, None):
-            setattr(part, places, [*range(min(count, len(getattr(part, places))))])
 
 
 def scaled_model(base: Any, tokens: int, long: Sequence[Threshold]) -> Any:
