@@ -35,6 +35,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from omnibal.config import RunSection, keys_of_plan
+from omnibal.data.epoch import Step
 from omnibal.engine import saved_files
 from omnibal.engine.checkpoint import export_newest
 from omnibal.engine.engine import OmnibalEngine
@@ -45,7 +46,6 @@ from omnibal.engine.saved_files import latest_checkpoint
 from omnibal.engine.stage_times import StageTimes
 from omnibal.errors import ConfigError, OmnibalError, reporting
 from omnibal.families.base import trained_in_words
-from omnibal.feeds.feed import Step
 from omnibal.plan import Plan
 from omnibal.profile.calibration import STEPS, WARM_UP, TimedPass, calibrate
 from omnibal.profile.counted import analytic_profile, device_to_count

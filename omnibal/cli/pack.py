@@ -210,10 +210,10 @@ class _Task:
 
 
 def _pack_all(epoch: Epoch, method: Method | None) -> Packs:
-    """Plan every window of an epoch; a bar shows how far it is, where a method is given and someone is looking."""
-    windows = []
+    """Plan a whole epoch; a bar shows how far it is, where a method is given and someone is looking."""
+    parts = []
     with tqdm(total=epoch.num_steps, desc=method, unit=" steps", leave=False, disable=None if method else True) as bar:
-        for window in epoch:
-            windows.append(window.packs)
-            bar.update(window.num_steps)
-    return Packs.concatenate(windows)
+        for packs in epoch:
+            parts.append(packs)
+            bar.update(len(packs) // epoch.ranks.step_packs)
+    return Packs.concatenate(parts)

@@ -10,9 +10,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from omnibal.data.balance.planner import ATTEMPTS, BLOCK, MARGINS, WINDOW, cut_evenly
-from omnibal.data.balance.rules import PackingTask, Rules, make_rules, survey
-from omnibal.data.balance.tables import Int32Array
-from omnibal.data.balance.window import columns_of, driving_loads, plan_window
+from omnibal.data.balance.rules import Rules, make_rules, survey
+from omnibal.data.balance.window import driving_loads, plan_window
 from omnibal.data.lengths import IntArray
 from omnibal.data.mixture import FloatArray, Mixture
 from omnibal.data.packing_spec import PackingSpec, Ranks
@@ -190,7 +189,6 @@ class Stretch(NamedTuple):
     cuts: Int64Array
     """Where every window begins in the samples, and where the last one ends."""
     rules: Rules
-    share_of: Int32Array
 
 
 class MixedPacks:
@@ -203,13 +201,9 @@ class MixedPacks:
 
     def __init__(self, spec: PackingSpec, ranks: Ranks, origin: Origin | None = None) -> None:
         assert spec.mixture is not None, "a spec without a mixture is arranged by BalancedPacks"
-        lengths, limits, mixture = spec.lengths, spec.limits, spec.mixture
-        self._task = PackingTask(
-            limits, spec.pack_cost, ranks.num_replicas, ranks.micro_batches, spec.exchange_steps
-        )  # fmt: skip
-        self._lengths, self._columns, self._seed, self._mixture = lengths, columns_of(lengths), spec.seed, mixture
-        self._draws = SourceDraws(lengths, mixture, seed=spec.seed, samples=spec.samples)
-        self._rates = PackRates(lengths, limits, self._draws)
+        self._spec, self._ranks, self._mixture = spec, ranks, spec.mixture
+        self._draws = SourceDraws(spec.lengths, spec.mixture, seed=spec.seed, samples=spec.samples)
+        self._rates = PackRates(spec.lengths, spec.limits, self._draws)
         self._stretch = lru_cache(STRETCHES_KEPT)(self._draw_stretch)
         self.window_starts = lru_cache(STRETCHES_KEPT)(self._window_starts)
         self._repair_first = False
@@ -233,14 +227,14 @@ class MixedPacks:
                 return packs
         raise InfeasibleError(
             f"step {step} of the mixture, and those behind it, must fit into packs of "
-            f"{self._task.limits.vision_units} vision units and {self._task.limits.llm_tokens} LLM tokens, but "
+            f"{self._spec.limits.vision_units} vision units and {self._spec.limits.llm_tokens} LLM tokens, but "
             f"in {ATTEMPTS} orders of their samples some packs would hold too much; allow larger packs, or let shares "
             "change over more steps"
         )
 
     def shares_of(self, epoch: int, step: int, packs: Packs) -> dict[str, tuple[float, float]]:
         """The share that a step of an epoch was to hold of each source, and the one that its packs hold."""
-        given = zip(self._lengths.source_names, self._draws.units_of(packs.samples).tolist(), strict=True)
+        given = zip(self._spec.lengths.source_names, self._draws.units_of(packs.samples).tolist(), strict=True)
         return self._mixture.shares_of_step(self.schedule.first_step(epoch) + step, dict(given))
 
     def _draw_schedule(self, margins: FloatArray, origin: Origin | None = None) -> DrawSchedule:
@@ -248,7 +242,7 @@ class MixedPacks:
             self._mixture,
             self._draws,
             self._rates,
-            step_packs=self._task.step_packs,
+            step_packs=self._ranks.step_packs,
             margins=margins,
             origin=origin,
         )
@@ -269,7 +263,7 @@ class MixedPacks:
             else:
                 raise InfeasibleError(
                     f"limits must let packs hold more than one sample on average for a mixture, got "
-                    f"{self._task.limits}; choose larger ones"
+                    f"{self._spec.limits}; choose larger ones"
                 )
         return margins
 
@@ -298,14 +292,14 @@ class MixedPacks:
         drawn = [self._draws.samples(source, *ends) for source, ends in enumerate(cursors[[0, -1]].T.tolist())]
         samples = np.concatenate(drawn)
         blocks = np.concatenate([np.repeat(numbers, given) for given in np.diff(cursors, axis=0).T])
-        order = _shuffled_blocks(blocks, np.random.default_rng([self._seed, span.first]))
+        order = _shuffled_blocks(blocks, np.random.default_rng([self._spec.seed, span.first]))
         samples, blocks = samples[order], blocks[order]
-        demand = survey(self._lengths, self._task.limits, self._task.cost, samples=samples, drawn=None)
-        rules, share_of = make_rules(demand, self._task, span.steps * self._task.step_packs)
+        packs = span.steps * self._ranks.step_packs
+        rules = make_rules(survey(self._spec, samples), self._spec, self._ranks, packs)
         rules = rules._replace(repair_first=self._repair_first)
         starts = self._starts(schedule, span)
-        loads = driving_loads(samples, self._columns, rules, share_of)
-        return Stretch(samples, blocks, starts, cut_evenly(loads, starts, rules.step_packs), rules, share_of)
+        cuts = cut_evenly(driving_loads(samples, self._spec, rules), starts, rules.step_packs)
+        return Stretch(samples, blocks, starts, cuts, rules)
 
     def _starts(self, schedule: DrawSchedule, span: Span) -> Int64Array:
         """First step of every window of a stretch, from 0, and the number of steps behind them."""
@@ -314,13 +308,13 @@ class MixedPacks:
 
     def _plan(self, stretch: Stretch, place: int, chance_of: list[int]) -> Packs | None:
         """Plan a window; after the first attempt in another order, and with limits before all else."""
-        chance = np.random.default_rng([self._seed, *chance_of])
+        chance = np.random.default_rng([self._spec.seed, *chance_of])
         part, rules = slice(*stretch.cuts[place : place + 2].tolist()), stretch.rules
         chosen, num_steps = stretch.samples[part], int(np.diff(stretch.starts)[place])
         if chance_of[-1]:
             chosen = chosen[_shuffled_blocks(stretch.blocks[part], chance)]
             rules = rules.for_another_attempt()
-        return plan_window(chosen, self._columns, stretch.share_of, rules, num_steps, chance)
+        return plan_window(chosen, self._spec, rules, num_steps, chance)
 
 
 def _shuffled_blocks(blocks: Int64Array, chance: np.random.Generator) -> Int64Array:

@@ -21,6 +21,7 @@ from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime import engine as deepspeed_engine
 from torch import Tensor
 
+from omnibal.data.epoch import Step
 from omnibal.engine.checkpointed import CheckpointedEngine
 from omnibal.engine.grid import replaced
 from omnibal.engine.loader import Batch, Loader, Steps, VlmDataset, read_step
@@ -31,7 +32,7 @@ from omnibal.engine.settings import Settings, settings_of
 from omnibal.engine.stage_times import StageTimes
 from omnibal.engine.table import floats_of
 from omnibal.errors import ConfigError, OmnibalError, reporting, said
-from omnibal.feeds.feed import Share, Step
+from omnibal.feeds.feed import Share
 from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.loss import EVALUATION_STATISTICS, targets_of
 from omnibal.plan import Plan

@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from omnibal.cluster import Layout, PipelinePosition
+from omnibal.data.epoch import Step
 from omnibal.data.lengths import SampleLengths
 from omnibal.engine.ray_packs import RayPacks
 from omnibal.errors import ConfigError, DataError, OmnibalError, message_alone
-from omnibal.feeds.feed import EpochFeed, Feed, PacksFromHere, Share, Step
+from omnibal.feeds.feed import EpochFeed, Feed, PacksFromHere, Share
 from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.formats.collate import IGNORED, Positions, pack_samples
 from omnibal.processes import leave_ends_to_parent
@@ -263,7 +264,7 @@ class Loader:
         """The samples of a micro-batch of a step of this epoch, as a share reads them; of a stream, no indices."""
         if not isinstance(self.feed, EpochFeed) or step.epoch != self.feed.sampler.epoch:
             return []
-        packs = share.packs(self.feed.sampler.step(step.index), self.feed.sampler)
+        packs = share.packs(self.feed.sampler, step.index)
         return packs[micro_batch] if micro_batch < len(packs) else []
 
     def over(self, dataset: VlmDataset, sampler: BalancedBatchSampler) -> "Loader":

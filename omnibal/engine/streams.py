@@ -16,6 +16,7 @@ from torch import Tensor
 
 from omnibal.cluster import Layout, PipelinePosition
 from omnibal.config import OmnibalSection
+from omnibal.data.epoch import Step
 from omnibal.data.mixture import Mixture
 from omnibal.engine.loader import Batch, Loader, PackReader
 from omnibal.engine.resolve import ResolvedRun
@@ -23,7 +24,6 @@ from omnibal.engine.samples import SampleRules
 from omnibal.errors import ConfigError, DataError
 from omnibal.feeds.buffer import BufferedSample
 from omnibal.feeds.buffer_plan import buffer_of
-from omnibal.feeds.feed import Step
 from omnibal.feeds.sources import part_of
 from omnibal.feeds.stream import (
     VERSION,

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from omnibal.cost import FloatArray, IntArray, Load
-from omnibal.data.balance import BalancedPacks
-from omnibal.data.balance.rules import VISION_PACKS, Demand, PackingTask, make_rules, survey
-from omnibal.data.balance.window import columns_of, plan_window
+from omnibal.data.balance.planner import BalancedPacks
+from omnibal.data.balance.rules import VISION_PACKS, make_rules, survey
+from omnibal.data.balance.window import plan_window
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, volume_bound
@@ -78,7 +78,7 @@ def buffer_load(lengths: SampleLengths, limits: PackLimits, *, ended: bool, boun
     >>> buffer_load(SampleLengths([4, 4], [50, 50]), PackLimits(4, 200), ended=False).packs
     2.0
     """
-    demand = _survey(lengths, limits)
+    demand = survey(PackingSpec(lengths, limits))
     count = demand.num_samples
     packs = max(demand.driver, demand.other, demand.further) * count
     sounds = demand.mean_further.get("sound_units", 0.0)
@@ -149,10 +149,6 @@ def plan_buffer(lengths: SampleLengths, aim: Aim, limits: PackLimits, *, waited:
     return Packs(chosen[: aim.num_packs], np.minimum(np.arange(aim.num_packs + 1), len(chosen))).take(order)
 
 
-def _survey(lengths: SampleLengths, limits: PackLimits) -> Demand:
-    return survey(lengths, limits, DEFAULT_COST, samples=None, drawn=None)
-
-
 def _choose(lengths: SampleLengths, aim: Aim, limits: PackLimits, waited: int) -> npt.NDArray[np.int64]:
     """The oldest samples that together cost what was agreed on, some of the newest exchanged to come nearer."""
     vision, tokens = lengths.vision_units.astype(np.float64), lengths.llm_tokens.astype(np.float64)
@@ -206,10 +202,9 @@ def _packed(
         return Packs([], np.zeros(aim.num_packs + 1, dtype=np.int64))
     part = lengths.take(chosen)
     # For the planner these are the packs of one step of one rank: it makes the packs of a step alike.
-    task = PackingTask(limits, DEFAULT_COST, num_replicas=1, micro_batches=aim.num_packs, exchange_steps=1)
-    rules, share_of = make_rules(_survey(part, limits), task, aim.num_packs)
-    rules = rules._replace(repair_first=hard)
-    packs = plan_window(rng.permutation(len(part)), columns_of(part), share_of, rules, 1, rng)
+    spec = PackingSpec(part, limits, exchange_steps=1)
+    rules = make_rules(survey(spec), spec, Ranks(1, aim.num_packs), aim.num_packs)._replace(repair_first=hard)
+    packs = plan_window(rng.permutation(len(part)), spec, rules, 1, rng)
     # The planner runs packs of like load at the same time; here that would make steps of one kind of sample.
     return None if packs is None else Packs(chosen[packs.samples], packs.starts).take(rng.permutation(len(packs)))
 

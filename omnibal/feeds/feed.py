@@ -12,63 +12,14 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
-import numpy as np
-
-from omnibal.cost import Load
+from omnibal.data.epoch import Step
 from omnibal.data.limits import PackLimits
-from omnibal.data.packing_spec import Oversized
-from omnibal.feeds.epoch_steps import StepPacks
 from omnibal.feeds.sampler import BalancedBatchSampler
 
 Made = TypeVar("Made")
 _END: Final = object()
-
-
-@dataclass(frozen=True)
-class Step:
-    """What all ranks together process before the next optimizer update.
-
-    Attributes:
-        epoch: Epochs, or passes over a stream, before this one.
-        index: Steps of the epoch or pass before this one.
-        num_samples: Samples in all packs of the step.
-        load: Load of every pack, in arrays of shape (num_replicas, micro_batches); without fillers.
-        shares: For each source of a mixture: the share that was asked for, and the one that the step holds.
-        oversized: Of a stream: what becomes of samples over a limit, and how many the run has met of them so far.
-        target_tokens: Tokens that carry loss in all packs of the step; None where lengths do not know them.
-        left_out: Samples that were left out of the step, or of a stream since the step before, as they cannot be read.
-    """
-
-    epoch: int
-    index: int
-    num_samples: int
-    load: Load
-    shares: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    oversized: Mapping[Oversized, int] = field(default_factory=dict)
-    target_tokens: int | None = None
-    left_out: int = 0
-
-    @property
-    def llm_tokens(self) -> int:
-        """LLM tokens in all packs of the step."""
-        return int(np.sum(self.load.llm_tokens))
-
-    def balance(self) -> dict[str, float]:
-        """Mean load of a pack over the largest one, for vision units and LLM tokens: 1 where all packs are alike.
-
-        Packs of one rank count as well as packs of different ranks: the former hold up each other in the pipeline,
-        the latter at the end of the step.
-        """
-        return {"vision": _mean_over_largest(self.load.vision_units), "llm": _mean_over_largest(self.load.llm_tokens)}
-
-
-def _mean_over_largest(values: object) -> float:
-    loads = np.asarray(values, dtype=np.float64)
-    largest = loads.max(initial=0.0)
-    return float(loads.mean() / largest) if largest > 0 else 1.0
 
 
 class Feed(Protocol):
@@ -105,11 +56,11 @@ class Share(NamedTuple):
     number: int
     num_shares: int
 
-    def packs(self, step: StepPacks, sampler: BalancedBatchSampler) -> list[list[int]]:
-        """The sample indices of the rank's packs of a step, in order."""
-        ranks, total = sampler.num_replicas, sampler.num_replicas * sampler.micro_batches
-        numbers = range(self.number, total, self.num_shares)
-        return [step.pack(n % ranks, n // ranks).tolist() for n in numbers]
+    def packs(self, sampler: BalancedBatchSampler, step: int) -> list[list[int]]:
+        """The sample indices of the rank's packs of a step of the current epoch, in order."""
+        packs, ranks, size = sampler.step_packs(step), sampler.num_replicas, sampler.micro_batches
+        numbers = range(self.number, ranks * size, self.num_shares)
+        return [packs[n % ranks * size + n // ranks].tolist() for n in numbers]
 
 
 class PacksFromHere:
@@ -121,8 +72,8 @@ class PacksFromHere:
     def __iter__(self) -> Iterator[list[int]]:
         ahead = copy(self.sampler)
         while True:
-            for step in ahead.steps():
-                yield from self.share.packs(step, ahead)
+            for step in range(ahead.steps_done, ahead.epoch_steps):
+                yield from self.share.packs(ahead, step)
             ahead.set_epoch(ahead.epoch + 1)
 
 
@@ -157,26 +108,18 @@ class EpochFeed:
             self._steps_done = 0
         if self._packs is None and self._reader is not None:
             self._packs = iter(self._reader)
-        packs, shares = sampler.step(self._steps_done), sampler.shares_of(self._steps_done)
         batches = [] if self._packs is None else [next(self._packs) for _ in range(self.micro_batches)]
+        step = sampler.step(self._steps_done)
         self._steps_done += 1
-        return self._record(packs, shares), batches
-
-    def _record(self, packs: StepPacks, shares: Mapping[str, tuple[float, float]]) -> Step:
-        lengths = self.sampler.lengths
-        targets = None if lengths.target_tokens is None else packs.target_tokens(lengths)
-        load, samples = packs.load(lengths), packs.num_samples
-        return Step(packs.epoch, packs.index, samples, load, shares, target_tokens=targets)
+        return step, batches
 
     def own_packs(self, step: Step) -> list[list[int]]:
         """The sample indices of this rank's packs of a step of this epoch, in order."""
-        return self.share.packs(self.sampler.step(step.index), self.sampler)
+        return self.share.packs(self.sampler, step.index)
 
     def without(self, step: Step, samples: Collection[int]) -> Step:
         """A step of this epoch as it is without some samples, which cannot be read."""
-        packs = self.sampler.step(step.index)
-        left = replace(packs, packs=packs.packs.without([*samples]))
-        return replace(self._record(left, step.shares), left_out=packs.num_samples - left.num_samples)
+        return self.sampler.step_without(step.index, samples)
 
     def steps_left(self, epochs: int | None = None) -> int:
         """See ``Feed.steps_left``; counting later epochs costs as much as ``BalancedBatchSampler.steps_of``."""

@@ -1,20 +1,20 @@
 """BalancedBatchSampler: any DataLoader's batch_sampler, with balanced packs as its batches."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any, Final, Self, Unpack
 from warnings import warn
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from omnibal.cost import CostModel
+from omnibal.data.epoch import Arrangement, Epoch, Step, arrange
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixed_packs import Origin
 from omnibal.data.packing_spec import OF, PackingOptions, PackingSpec, Ranks, in_words
+from omnibal.data.packs import Packs
 from omnibal.errors import ConfigError, integer
-from omnibal.feeds.epoch_steps import Epochs, EpochSteps, StepPacks
 
 VERSION: Final = 1  # of the form of saved positions
 OTHER_DATA: Final = "; other samples or shares make other draws: keep the weights, and begin anew without the state"
@@ -28,15 +28,13 @@ class _Record(BaseModel):
 
 
 class _OriginRecord(_Record):
-    """``Origin``, as it is saved."""
-
     epoch: NonNegativeInt
     step: NonNegativeInt
     units: list[NonNegativeInt]
 
 
-class _EpochStepsRecord(_Record):
-    """``EpochSteps.record``."""
+class _EpochRecord(_Record):
+    """``Epoch.record``."""
 
     arranged_for: _Shape
     ranks: _Shape
@@ -51,7 +49,7 @@ class _State(_Record):
     version: int
     epoch: NonNegativeInt
     steps_done: NonNegativeInt
-    epoch_steps: _EpochStepsRecord
+    epoch_steps: _EpochRecord
     next_packs: list[list[int]]
     made_from: dict[str, Any]
 
@@ -112,10 +110,12 @@ class BalancedBatchSampler:
         **options: Unpack[PackingOptions],
     ) -> None:
         self._spec = PackingSpec(lengths, limits, **options)  # type: ignore[arg-type]  # a mapping becomes a mixture
-        self._epochs = Epochs(self._spec)
         self._ranks = Ranks(num_replicas, micro_batches)
         self._origin: Origin | None = None  # of the epochs to come, if other ranks began a mixture
-        self._steps = self._epochs.begin(0, self._ranks)
+        # Arranged once for each ranks that begin epochs; copies of the sampler, which read ahead, share this.
+        self._arranged: dict[tuple[Ranks, Origin | None], Arrangement] = {}
+        self._newest: dict[tuple[int, Ranks, Origin | None], Epoch] = {}
+        self._epoch = self._begin(0)
         self.lengths = lengths
         self.mixture = self._spec.mixture
         self.limits = limits
@@ -135,7 +135,7 @@ class BalancedBatchSampler:
     @property
     def epoch(self) -> int:
         """The current epoch."""
-        return self._steps.epoch
+        return self._epoch.epoch
 
     @property
     def num_steps(self) -> int:
@@ -145,7 +145,7 @@ class BalancedBatchSampler:
     @property
     def epoch_steps(self) -> int:
         """Steps that are done when the current epoch is."""
-        return self._steps.last_step
+        return self._epoch.last_step
 
     @property
     def oversized_report(self) -> str:
@@ -168,11 +168,11 @@ class BalancedBatchSampler:
         if cost == self._spec.cost:
             return
         spec, before = replace(self._spec, cost=cost), self.num_steps
-        epochs = Epochs(spec)
-        if epochs.steps_of(self.epoch, self._ranks) != before:
+        arranged = arrange(spec, self._ranks)
+        if Epoch(spec, arranged, self.epoch, self._ranks).num_steps != before:
             raise ConfigError(f"cost must leave an epoch {before} steps, got {cost}, which does not")
-        self._spec, self._epochs = spec, epochs
-        self._go_to(epochs.begin(self.epoch, self._ranks, self._origin), steps_done=0)
+        self._spec, self._arranged, self._newest = spec, {(self._ranks, None): arranged}, {}
+        self._go_to(self._begin(self.epoch))
 
     def __len__(self) -> int:
         """Micro-batches of the current epoch: the same on all ranks, and under ``"balanced"`` in all epochs."""
@@ -184,22 +184,26 @@ class BalancedBatchSampler:
         Under ``"isf"`` and ``"random"`` the epoch is planned to count them, once: tenths of a second for a million
         samples. Under ``"balanced"`` they are known.
         """
-        return self._epochs.steps_of(integer("epoch", epoch, 0), self._ranks)
+        return self._resume(integer("epoch", epoch, 0), self._ranks, None).num_steps
+
+    def _begin(self, epoch: int) -> Epoch:
+        """An epoch from its beginning; the newest one is kept, since whoever reads ahead begins it first."""
+        key = epoch, self._ranks, self._origin
+        if key not in self._newest:
+            begun = self._resume(epoch, self._ranks, self._origin)
+            self._newest.clear()
+            self._newest[key] = begun
+        return self._newest[key]
+
+    def _resume(self, epoch: int, begun_by: Ranks, origin: Origin | None, **position: Any) -> Epoch:
+        """An epoch from the position where its ranks, or others, left it."""
+        if (begun_by, origin) not in self._arranged:
+            self._arranged[begun_by, origin] = arrange(self._spec, begun_by, origin)
+        ranks = position.pop("ranks", begun_by)
+        arranged = self._arranged[begun_by, origin]
+        return Epoch(self._spec, arranged, epoch, ranks, begun_by=begun_by, origin=origin, **position)
 
     def __iter__(self) -> Iterator[list[int]]:
-        self._warn_of_repetition()
-        if self._exhausted:  # the same epoch once more, also where it was resumed in its middle
-            self._go_to(self._epochs.begin(self.epoch, self._ranks, self._origin), steps_done=0)
-        # A step counts as yielded with its last pack: a state in between begins the step anew.
-        for step in self.steps():
-            for micro_batch in range(self.micro_batches):
-                if micro_batch == self.micro_batches - 1:
-                    self._steps_yielded = step.index + 1
-                    self._is_told &= step.index + 1 < self._steps.last_step
-                yield step.pack(self.rank, micro_batch).tolist()
-        self._exhausted = True
-
-    def _warn_of_repetition(self) -> None:
         # The sampler does not count passes itself. A pass may be a second look at the same epoch, as of a loader that
         # counts tokens first or of ignite, which lists an epoch's batches; it may be made on one rank alone, whose
         # packs would no longer be those of the others' epoch; and a saved position must name the epoch that the host
@@ -209,39 +213,60 @@ class BalancedBatchSampler:
                 f"set_epoch must be called before every pass over the packs, got another pass over epoch {self.epoch} "
                 f"without it: its packs are the same once more; call batch_sampler.set_epoch({self.epoch + 1}) for the "
                 "next epoch",
-                stacklevel=3,
+                stacklevel=2,
             )
             self._has_warned = True
+        if self._exhausted:  # the same epoch once more, also where it was resumed in its middle
+            self._go_to(self._begin(self.epoch))
+        # A step counts as yielded with its last pack: a state in between begins the step anew.
+        for index in range(self.steps_done, self._epoch.last_step):
+            packs = self.step_packs(index)
+            for micro_batch in range(self.micro_batches):
+                if micro_batch == self.micro_batches - 1:
+                    self._steps_yielded = index + 1
+                    self._is_told &= index + 1 < self._epoch.last_step
+                yield packs[self.rank * self.micro_batches + micro_batch].tolist()
+        self._exhausted = True
 
-    def steps(self) -> Iterator[StepPacks]:
+    def steps(self) -> Iterator[Step]:
         """The steps of the current epoch from ``steps_done`` on, with the packs of all ranks."""
-        steps = self._steps
-        return (steps.step(index) for index in range(self.steps_done, steps.last_step))
+        epoch = self._epoch
+        return (epoch.step(index) for index in range(self.steps_done, epoch.last_step))
 
-    def step(self, index: int) -> StepPacks:
+    def step(self, index: int) -> Step:
         """One step of the current epoch, with the packs of all ranks.
 
         Raises:
             ConfigError: The epoch has no such step, or other ranks did it.
         """
-        return self._steps.step(index)
+        return self._epoch.step(index)
+
+    def step_packs(self, index: int) -> Packs:
+        """The packs of a step of the current epoch, rank after rank; those asked for last are kept."""
+        return self._epoch.step_packs(index)
+
+    def step_without(self, index: int, samples: Collection[int]) -> Step:
+        """A step of the current epoch as it is without some samples, which cannot be read."""
+        packs = self.step_packs(index)
+        left = packs.without([*samples])
+        return replace(self._epoch.step_of(index, left), left_out=len(packs.samples) - len(left.samples))
 
     def shares_of(self, index: int) -> dict[str, tuple[float, float]]:
         """For each source of the mixture, (share asked for, share held) of a step of the current epoch.
 
         Empty without a mixture. A single step's share is up to chance; over some hundred steps it is met.
         """
-        return self._steps.shares_of(index)
+        return {} if self.mixture is None else dict(self.step(index).shares)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; where it is the current one, stay where ``load_state_dict`` went."""
         epoch = integer("epoch", epoch, 0)
         self._is_told = True
         if epoch != self.epoch:
-            self._go_to(self._epochs.begin(epoch, self._ranks, self._origin), steps_done=0)
+            self._go_to(self._begin(epoch))
 
-    def _go_to(self, steps: EpochSteps, *, steps_done: int) -> None:
-        self._steps = steps
+    def _go_to(self, epoch: Epoch, steps_done: int = 0) -> None:
+        self._epoch = epoch
         self._exhausted, self._is_told = False, True
         self.steps_done = self._steps_yielded = steps_done
 
@@ -256,13 +281,13 @@ class BalancedBatchSampler:
             ConfigError: ``steps_done`` is not a step of the current epoch, or lies before the resume.
         """
         done = self._steps_yielded if steps_done is None else steps_done
-        done = integer("steps_done", done, self._steps.first_step, self._steps.last_step)
+        done = integer("steps_done", done, self._epoch.first_step, self._epoch.last_step)
         return {
             "version": VERSION,
             "epoch": self.epoch,
             "steps_done": done,
-            "epoch_steps": self._steps.record(),
-            "next_packs": [self._steps.next_pack(done)],
+            "epoch_steps": self._epoch.record(),
+            "next_packs": [self._epoch.next_pack(done)],
             "made_from": self._spec.fingerprint(),
         }
 
@@ -285,19 +310,19 @@ class BalancedBatchSampler:
         origin = None if left is None else Origin(left.epoch, left.step, tuple(left.units))
         arranged_for, ranks = Ranks(*position.arranged_for), Ranks(*position.ranks)
         # First the position of those who saved; then, for other ranks, the same packs cut into steps of their own.
-        resume = partial(self._epochs.resume, saved.epoch, arranged_for=arranged_for, origin=origin)
         (packs_done,) = position.packs_done
-        steps = resume(ranks, packs_done=packs_done, first_step=position.first_step)
+        begun = saved.epoch, arranged_for, origin
+        epoch = self._resume(*begun, ranks=ranks, packs_done=packs_done, first_step=position.first_step)
         if ranks != self._ranks:  # the ranks there are now go on behind the packs that the others have done
-            steps = resume(self._ranks, packs_done=steps.packs_done(done), first_step=done)
-        found = [steps.next_pack(done)]
+            epoch = self._resume(*begun, ranks=self._ranks, packs_done=epoch.packs_done(done), first_step=done)
+        found = [epoch.next_pack(done)]
         if found != saved.next_packs:
             raise ConfigError(
                 f"the next packs must be those of the saved state, {saved.next_packs}, got {found}; "
                 "this version of omnibal arranges epochs differently: finish the epoch with the one that saved it"
             )
-        self._origin = origin if arranged_for == self._ranks else steps.origin_behind()
-        self._go_to(steps, steps_done=done)
+        self._origin = origin if arranged_for == self._ranks else epoch.origin_behind()
+        self._go_to(epoch, done)
 
     def verify(self, gather: Callable[[dict[str, Any]], Sequence[Mapping[str, Any]]]) -> None:
         """Check that all ranks hold the same plan: lengths, limits, seed and all else, at the same position.
@@ -320,7 +345,7 @@ class BalancedBatchSampler:
             **self._spec.fingerprint(),
             "epoch": self.epoch,
             "steps_done": self.steps_done,
-            "epoch_steps": self._steps.record(),
+            "epoch_steps": self._epoch.record(),
         }
         check_agreement(gather(record), num_replicas=self.num_replicas)
 

@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from omnibal.cost import IntArray, Load
+from omnibal.data.epoch import Step
 from omnibal.data.kinds import in_full, smallest_of_kinds
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
@@ -27,7 +28,7 @@ from omnibal.data.packing_spec import Oversized
 from omnibal.errors import ConfigError, DataError
 from omnibal.feeds.buffer import BufferedSample, SampleBuffer, taken_over
 from omnibal.feeds.buffer_plan import agree, plan_buffer
-from omnibal.feeds.feed import Step, ahead, step_in_words
+from omnibal.feeds.feed import ahead, step_in_words
 from omnibal.feeds.filling import FullBuffer, SharedFilling, failure_of
 
 VERSION: Final = "streams 2"

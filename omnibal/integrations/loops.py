@@ -90,7 +90,7 @@ class PackLoader(DataLoader[Any]):
             self._taken = number + 1
             if self.weighs_tokens:
                 step = sampler.step(sampler.steps_done + number // sampler.micro_batches)
-                targets = max(step.target_tokens(sampler.lengths), 1)
+                targets = max(step.target_tokens or 0, 1)
                 yield batch | {TOKEN_WEIGHT: torch.tensor(sampler.num_replicas / targets)}
             else:
                 yield batch

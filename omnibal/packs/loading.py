@@ -79,14 +79,14 @@ class PackSampler(BalancedBatchSampler):
 
     def packs_of_step(self, step: int) -> Packs:
         """The packs of a step without fillers, in the order of ``packs_of_all_ranks``."""
-        return self.step(step).packs
+        return self.step_packs(step)
 
     def load(self, step: int) -> Load:
         """What the packs of a step hold, fillers aside, in arrays of shape (ranks, micro-batches).
 
         All tokens count as targets: what a host gains by its head, it gains without balance as well.
         """
-        load = self.step(step).load(self.lengths)
+        load = self.step(step).load
         sizes = load.vision_units, load.llm_tokens, load.llm_tokens_squared, load.vision_squared
         return Load(*sizes, sound_units=load.sound_units)
 

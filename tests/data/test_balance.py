@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from omnibal.cost import CostModel
-from omnibal.data.balance import BalancedPacks, planner
+from omnibal.data.balance import planner
+from omnibal.data.balance.planner import BalancedPacks
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, min_packs, source_mix, step_randomness
@@ -58,7 +59,7 @@ def test_limits_come_first_at_once_where_samples_do_not_combine(monkeypatch):
     plan, limits_first = planner.plan_window, []
 
     def note(*arguments):
-        limits_first.append(arguments[3].repair_first)
+        limits_first.append(arguments[2].repair_first)
         return plan(*arguments)
 
     monkeypatch.setattr(planner, "plan_window", note)

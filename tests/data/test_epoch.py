@@ -6,10 +6,11 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from omnibal.data.epoch import arrange_epoch
-from omnibal.data.isf import iterative_sampling_and_filtering
+from omnibal.data.isf import ShuffledPacks, iterative_sampling_and_filtering
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import min_packs, source_mix, step_randomness
+from omnibal.data.packing_spec import PackingSpec, Ranks
 from omnibal.errors import ConfigError, DataError
 from tests.data.strategies import pack_limits, sample_lengths
 from tools.synthetic import tiled_lengths
@@ -112,26 +113,17 @@ def test_the_seed_decides_everything(method, mixed_lengths):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_windows_are_the_epoch_in_parts(method, mixed_lengths):
+def test_an_epoch_is_its_steps_and_its_parts(method, mixed_lengths):
     epoch = arrange_epoch(mixed_lengths, PackLimits(9, 4096), num_replicas=2, micro_batches=3, method=method)
     assert epoch.steps.shape == (epoch.num_steps, 2, 3)
-    step = 0
-    for window in epoch:
-        assert window.first_step == step
-        for own, ranks in enumerate(window.steps):
-            for rank, mine in enumerate(ranks):
-                for micro_batch, pack in enumerate(mine):
-                    expected = epoch.packs[epoch.steps[step + own, rank, micro_batch]].tolist()
-                    assert window.packs[pack].tolist() == expected
-                    assert window.pack(step + own, rank, micro_batch).tolist() == expected
-        step += window.num_steps
-    assert step == epoch.num_steps
-    for first_step in (0, 1, epoch.num_steps - 1):
-        window = next(epoch.windows(first_step))
-        assert window.first_step <= first_step < window.first_step + window.num_steps
-        expected = epoch.packs[epoch.steps[first_step, 1, 2]].tolist()
-        assert window.pack(first_step, 1, 2).tolist() == expected
-    assert list(epoch.windows(epoch.num_steps)) == []
+    whole = [pack.tolist() for pack in epoch.packs]
+    assert [pack.tolist() for part in epoch for pack in part] == whole
+    for index in (epoch.num_steps - 1, *range(epoch.num_steps)):
+        step = epoch.step(index)
+        assert epoch.step(index) is step
+        for rank, mine in enumerate(epoch.steps[index]):
+            assert [step.pack(rank, micro_batch).tolist() for micro_batch in range(3)] == [whole[pack] for pack in mine]
+        assert step.num_samples == sum(map(len, step.packs))
 
 
 def test_few_packs_beyond_the_bound_where_large_samples_do_not_pair():
@@ -161,9 +153,12 @@ def test_a_step_begins_with_its_smallest_packs_and_goes_on_from_the_largest(micr
 @pytest.mark.parametrize("method", ["isf", "random"])
 def test_each_rank_runs_the_packs_of_isf_smallest_first_then_from_the_largest_on(method, mixed_lengths):
     epoch = arrange_epoch(mixed_lengths, PackLimits(9, 4096), num_replicas=4, micro_batches=5, method=method)
-    dealt = np.arange(len(epoch.packs)).reshape(epoch.steps.shape)
-    assert (np.sort(epoch.steps, axis=2) == dealt).all()  # every rank keeps its packs of every step
-    assert (epoch.steps == dealt).all() == (method == "random")
+    spec = PackingSpec(mixed_lengths, PackLimits(9, 4096), method=method)
+    dealt = ShuffledPacks(spec, Ranks(4, 5)).window(0, 0)
+    of_ranks = [[tuple(packs[place]) for place in range(len(packs))] for packs in (dealt, epoch.packs)]
+    assert (of_ranks[0] == of_ranks[1]) == (method == "random")
+    for begin in range(0, len(dealt), 5):  # every rank keeps its packs of every step
+        assert sorted(of_ranks[0][begin : begin + 5]) == sorted(of_ranks[1][begin : begin + 5])
     if method == "isf":
         vision, tokens = epoch.packs.vision_units(mixed_lengths), epoch.packs.llm_tokens(mixed_lengths)
         for packs in epoch.steps.reshape(-1, 5):
@@ -175,8 +170,7 @@ def test_each_rank_runs_the_packs_of_isf_smallest_first_then_from_the_largest_on
 def test_packs_of_isf_that_bring_no_image_run_by_their_tokens():
     lengths = SampleLengths([0] * 4, [60, 90, 70, 80])
     epoch = arrange_epoch(lengths, PackLimits(9, 100), num_replicas=1, micro_batches=4, method="isf")
-    window = next(iter(epoch))
-    assert [window.pack(0, 0, place).tolist() for place in range(4)] == [[0], [1], [3], [2]]
+    assert [epoch.step(0).pack(0, place).tolist() for place in range(4)] == [[0], [1], [3], [2]]
 
 
 def test_oversized_samples_can_be_refused():
@@ -206,5 +200,5 @@ def test_wrong_arguments(wrong, message):
 
 def test_steps_outside_the_epoch():
     epoch = arrange_epoch(SampleLengths([1], [1]), PackLimits(1, 1), num_replicas=1, method="isf")
-    with pytest.raises(ConfigError, match="first_step must lie between 0 and 1, got 2"):
-        epoch.windows(2)
+    with pytest.raises(ConfigError, match="step must lie between 0 and 0, got 1"):
+        epoch.step(1)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from omnibal.config import layout_of, read_config
 from omnibal.cost import Load
+from omnibal.data.epoch import Step
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.engine import module as module_file
@@ -25,7 +26,6 @@ from omnibal.engine.module import ON_ALL_RANKS
 from omnibal.engine.resolve import ResolvedRun, UserOptimizer
 from omnibal.engine.saved_files import MANIFEST, SavedFile, read_manifest, write_manifest
 from omnibal.errors import DataError, OmnibalError
-from omnibal.feeds.feed import Step
 from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan, Prediction, StagePrediction

@@ -32,7 +32,7 @@ def test_shares_take_the_packs_of_every_step_in_turns(num_replicas, micro_batche
         _, first = feed.step()
         step, second = feed.step()
         assert first + second == own[: 2 * feed.micro_batches]
-        assert feed.share.packs(sampler.step(step.index), sampler) == second
+        assert feed.share.packs(sampler, step.index) == second
         # Another feed goes on from the state of this one, whatever has been read ahead.
         other = samplers((num_replicas, micro_batches))[0]
         follower = EpochFeed(other, PacksFromHere(other, feed.share), feed.share)

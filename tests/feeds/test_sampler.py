@@ -90,7 +90,7 @@ def test_steps_that_exchange_samples_are_more_alike():
     apart, together = (samplers((8, 1), lengths, limits, exchange_steps=number)[0] for number in (1, 64))
 
     def waiting(sampler):
-        return dist_ratio([DEFAULT_COST(step.load(lengths))[:, 0] for step in sampler.steps()])
+        return dist_ratio([DEFAULT_COST(step.load)[:, 0] for step in sampler.steps()])
 
     assert waiting(together) < waiting(apart)
 
@@ -109,19 +109,18 @@ def test_counts_for_exact_loss_weighting():
     for step in sampler.steps():
         members = [s for rank in range(2) for micro_batch in range(3) for s in step.pack(rank, micro_batch)]
         assert step.num_samples == len(members)
-        assert step.target_tokens(LENGTHS) == sum(int(LENGTHS.target_tokens[s]) for s in members)
-        load = step.load(LENGTHS)
+        assert step.target_tokens == sum(int(LENGTHS.target_tokens[s]) for s in members)
+        load = step.load
         assert load.shape == (2, 3)
         assert load.llm_tokens[1, 2] == sum(int(LENGTHS.llm_tokens[s]) for s in step.pack(1, 2))
         assert load.vision_units[0, 1] == sum(int(LENGTHS.vision_units[s]) for s in step.pack(0, 1))
-    with pytest.raises(ConfigError, match="lengths must have target_tokens"):
-        sampler.step(0).target_tokens(SampleLengths([0], [1]))
+    assert samplers((2, 2), SampleLengths([0], [1]))[0].step(0).target_tokens is None
 
 
 def test_packs_without_an_image_beside_others_that_have_one():
     lengths = SampleLengths([1, 0, 0, 0], [90, 90, 90, 90])
     sampler = samplers((2, 2), lengths, PackLimits(1, 100), method="random")[0]
-    needs = sampler.step(0).needs_dummy_tile(lengths)
+    needs = sampler.step(0).needs_dummy_tile()
     with_image = np.array([[0 in sampler.step(0).pack(rank, batch) for batch in range(2)] for rank in range(2)])
     assert needs.tolist() == (~with_image & with_image.any(axis=0)).tolist()
     assert needs.sum() == 1

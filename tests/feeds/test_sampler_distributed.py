@@ -63,15 +63,15 @@ def check_gradients(rank):
     dummies = 0
     for index in range(sampler.steps_done, sampler.epoch_steps):
         step = sampler.step(index)
-        needs = step.needs_dummy_tile(LENGTHS)
+        needs = step.needs_dummy_tile()
         model.zero_grad()
         for micro_batch in range(MICRO_BATCHES):
             samples = next(batches)
             assert samples == step.pack(rank, micro_batch).tolist()
             loss = model(samples, needs[rank, micro_batch])
-            (loss * RANKS / step.target_tokens(LENGTHS)).backward()
+            (loss * RANKS / step.target_tokens).backward()
         alone = Model()
-        (alone(step.packs.samples.tolist(), dummy_tile=False) / step.target_tokens(LENGTHS)).backward()
+        (alone(step.packs.samples.tolist(), dummy_tile=False) / step.target_tokens).backward()
         assert gradients(model) == pytest.approx(gradients(alone), rel=1e-12)
         dummies += int(needs.sum())
     assert dummies  # without them DDP, as FSDP and ZeRO-3, would wait for the rank without an image

@@ -83,7 +83,7 @@ class Trained:
     def loads(self, ranks: int, cost: CostModel | None = None, steps: Iterable[int] = range(64)) -> Load:
         """Shape (steps, ranks, micro-batches); all tokens are targets, as in a trainer."""
         sampler = self.plan(num_replicas=ranks, cost=cost)
-        found = Load.stack(sampler.step(step).load(self.lengths) for step in steps if step < sampler.num_steps)
+        found = Load.stack(sampler.step(step).load for step in steps if step < sampler.num_steps)
         return Load(found.vision_units, found.llm_tokens, found.llm_tokens_squared, found.vision_squared)
 
     def fitted(self, truth: ModelProfile) -> tuple[ModelProfile, CostModel, float]:

@@ -11,8 +11,9 @@ from omnibal.advise.models import Model
 from omnibal.cluster import Cluster, Layout
 from omnibal.cost import FloatArray, IntArray, Load
 from omnibal.data.epoch import arrange_epoch
+from omnibal.data.isf import ShuffledPacks
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.packing_spec import Method
+from omnibal.data.packing_spec import Method, PackingSpec
 from omnibal.data.packs import Packs
 from omnibal.dispatch.divide import divide
 from omnibal.feeds.buffer_plan import buffer_of, simulate_buffers
@@ -52,10 +53,11 @@ def in_steps(packs: Packs, load: Load, micro_batches: int) -> list[list[Load]]:
 def arranged(method: Method, *, as_dealt: bool = False) -> Callable[[int], list[list[Load]]]:
     def steps(micro_batches: int) -> list[list[Load]]:
         epoch = arrange_epoch(LENGTHS, LIMITS, num_replicas=REPLICAS, micro_batches=micro_batches, method=method)
-        window = next(iter(epoch))
-        load = window.packs.load(LENGTHS)
-        steps = np.sort(window.steps, axis=-1) if as_dealt else window.steps
-        return [[load[packs] for packs in step] for step in steps[:STEPS]]
+        if not as_dealt:
+            return [list(epoch.step(step).load) for step in range(STEPS)]
+        dealt = ShuffledPacks(PackingSpec(LENGTHS, LIMITS, method=method), epoch.ranks).window(0, 0)
+        load = dealt.load(LENGTHS).reshape((-1, REPLICAS, micro_batches))
+        return [list(load[step]) for step in range(STEPS)]
 
     return steps
 

@@ -24,6 +24,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from omnibal.config import ModelSection, OmnibalSection, layout_of
 from omnibal.cost import Load
+from omnibal.data.epoch import Step
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import build_engine, meet
 from omnibal.engine.loader import Batch
@@ -31,7 +32,6 @@ from omnibal.engine.module import VlmPipelineModule
 from omnibal.engine.resolve import ResolvedRun
 from omnibal.errors import OmnibalError
 from omnibal.families.base import LayerRecord
-from omnibal.feeds.feed import Step
 from omnibal.pipeline.schedule import Operation
 from omnibal.pipeline.spread import IMAGES
 from omnibal.vlm.backward import WeightGradients

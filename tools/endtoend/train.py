@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from omnibal.config import layout_of, read_config
 from omnibal.cost import Load
+from omnibal.data.epoch import Step
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import build_engine, meet
 from omnibal.engine.resolve import ResolvedRun
-from omnibal.feeds.feed import Step
 from omnibal.formats.collate import pack_samples
 from omnibal.profile.records import ModelProfile
 from omnibal.vlm import VisionLanguageModel, load_model

@@ -89,7 +89,7 @@ class SamePack:
 
     def next_step(self) -> tuple[object, list[dict[str, torch.Tensor]]]:
         """A step of it."""
-        from omnibal.feeds.feed import Step
+        from omnibal.data.epoch import Step
 
         return Step(0, 0, SAMPLES * MICRO_BATCHES, Load([1], [1])), list(self._batches)
 

@@ -13,12 +13,12 @@ from transformers import InternVLConfig
 
 from omnibal.config import layout_of, read_config
 from omnibal.cost import CostModel, Load
+from omnibal.data.epoch import Step
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import build_engine
 from omnibal.engine.resolve import ResolvedRun
-from omnibal.feeds.feed import Step
 from omnibal.formats.collate import pack_samples
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan

@@ -69,9 +69,7 @@ def real_loads(num_replicas: int) -> list[Load]:
     """A step of packs of InternVL's mix."""
     lengths = tiled_lengths(40_000, seed=1)
     epoch = arrange_epoch(lengths, LIMITS, num_replicas=num_replicas, micro_batches=MICRO_BATCHES)
-    window = next(iter(epoch))
-    load = window.packs.load(lengths)
-    return [load[packs] for packs in window.steps[0]]
+    return list(epoch.step(0).load)
 
 
 def milliseconds(run: Callable[[], object], repeats: int) -> tuple[str, str]:

@@ -20,7 +20,8 @@ from typing import Annotated, Any, Final, NamedTuple
 import numpy as np
 import typer
 
-from omnibal.data.balance import BalancedPacks, window
+from omnibal.data.balance import window
+from omnibal.data.balance.planner import BalancedPacks
 from omnibal.data.balance.rules import Effort
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits

@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from omnibal.data.balance import BalancedPacks
+from omnibal.data.balance.planner import BalancedPacks
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import source_mix, step_randomness

@@ -88,7 +88,7 @@ class Packs:
 
     def next_step(self) -> tuple[object, list[Any]]:
         """All of them."""
-        from omnibal.feeds.feed import Step
+        from omnibal.data.epoch import Step
 
         return Step(0, 0, self.micro_batches, LOAD), list(self._batches)
 

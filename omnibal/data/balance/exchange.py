@@ -27,6 +27,7 @@ from omnibal.data.balance.tables import (
     COST_OVER_MEAN,
     COST_SUM,
     COUNT,
+    DISTANCE,
     FIRST,
     FURTHER_PACK,
     FURTHER_SUM,
@@ -46,7 +47,6 @@ from omnibal.data.balance.tables import (
     VISION_OVER_MEAN,
     VISION_ROOM,
     VISION_SUM,
-    Further,
     Int32Array,
     Int64Array,
     Integer,
@@ -116,13 +116,13 @@ def exchange(
     samples, packs, subsets = tables.samples, tables.packs, tables.subsets
     step, other_step, small = pack // rules.step_packs, other // rules.step_packs, rules.effort.small_pack
     plain = not repairs and vision_bias == 0
-    free_vision = min(tables.free_vision[step], tables.free_vision[other_step]) if plain else 0
+    free_vision = min(tables.free[step, 0], tables.free[other_step, 0]) if plain else 0
     over = OverLimit(
         _within(-packs[pack, VISION_ROOM]), _within(-packs[pack, TOKEN_ROOM]),
         _within(-packs[other, VISION_ROOM]), _within(-packs[other, TOKEN_ROOM]),
     )  # fmt: skip
     goal, distance = _aim(packs, pack, other, vision_bias, repairs, free_vision, over)
-    for encoder in range(len(tables.further.goals)):
+    for encoder in range(len(tables.goals)):
         distance += _aim_further(tables, rules, pack, other, encoder, plain, repairs)
     if distance <= gain and not repairs:
         return False
@@ -135,16 +135,17 @@ def exchange(
     mine, num_mine = _list_subsets(samples, packs, pack, round_index, small, kept, subsets[0])
     theirs, num_theirs = _list_subsets(samples, packs, other, round_index + 1, small, False, subsets[1])
     if repairs:
-        given, taken = least_over(subsets, num_mine, num_theirs, goal, over, tables.further)
+        given, taken = least_over(subsets, num_mine, num_theirs, goal, over, tables.goals)
     else:
-        given, taken = nearest(subsets, num_mine, num_theirs, goal, np.int32(distance - gain), tables.further)
+        given, taken = nearest(subsets, num_mine, num_theirs, goal, np.int32(distance - gain), tables.goals)
     if given < 0:
         return False
     give, take = subsets[0, MASK, given], subsets[1, MASK, taken]
     change = _bits(take) - _bits(give)
     if packs[pack, COUNT] + change < 1 or packs[other, COUNT] - change < 1:
         return False
-    if step != other_step and not stays_random(tables, rules, step, other_step, mine, theirs, give, take, repairs):
+    crosses = step != other_step
+    if crosses and not stays_random(tables, rules.effort, step, other_step, mine, theirs, give, take, repairs):
         return False
     # Swap: the packs' sums, then both lists of samples, which are linked anew from their ends.
     vision = subsets[1, VISION_SUM, taken] - subsets[0, VISION_SUM, given]
@@ -156,7 +157,7 @@ def exchange(
         packs[row, COST_OVER_MEAN] += sign * cost
         packs[row, VISION_ROOM] -= sign * vision
         packs[row, TOKEN_ROOM] -= sign * tokens
-        for encoder in range(len(tables.further.goals)):
+        for encoder in range(len(tables.goals)):
             moved = subsets[1, FURTHER_SUM + encoder, taken] - subsets[0, FURTHER_SUM + encoder, given]
             packs[row, FURTHER_PACK + 2 * encoder] += sign * moved
             packs[row, FURTHER_PACK + 2 * encoder + 1] -= sign * moved
@@ -202,11 +203,11 @@ def _aim_further(
     tables: Tables, rules: Rules, pack: Integer, other: Integer, encoder: int, plain: bool, repairs: bool
 ) -> Integer:
     """Write what a swap should move of a further encoder's load, and return how far from that it is to move nothing."""
-    packs, free, goals = tables.packs, tables.further.free, tables.further.goals
+    packs, free, goals = tables.packs, tables.free, tables.goals
     over_mean = FURTHER_PACK + 2 * encoder
     load = _within((packs[pack, over_mean] - packs[other, over_mean]) >> 1)
     mean = packs[pack, over_mean] + packs[other, over_mean] + 1 >> 1
-    least_free = min(free[pack // rules.step_packs, encoder], free[other // rules.step_packs, encoder])
+    least_free = min(free[pack // rules.step_packs, 1 + encoder], free[other // rules.step_packs, 1 + encoder])
     slack = _within(max(least_free - mean, 0)) if plain else 0
     over, other_over = _within(-packs[pack, over_mean + 1]), _within(-packs[other, over_mean + 1])
     shared = 0 if repairs else 1
@@ -300,16 +301,16 @@ def _whole(number: int) -> int:
 
 @compiled_part
 def nearest(
-    subsets: Int32Array, num_mine: int, num_theirs: int, goal: Goal, bound: Any, further: Further
+    subsets: Int32Array, num_mine: int, num_theirs: int, goal: Goal, bound: Any, goals: Int64Array
 ) -> tuple[int, int]:
     """Find the subset of each pack whose swap moves what is nearest to the goal; −1 twice if none is within bound."""
     best, given = bound, -1
     for subset in range(num_mine):
         least = FAR
-        if len(further.goals):
-            _list_distances(subsets, subset, num_theirs, goal, further)
+        if len(goals):
+            _list_distances(subsets, subset, num_theirs, goal, goals)
             for candidate in range(num_theirs):
-                least = min(least, further.distances[candidate])
+                least = min(least, subsets[0, DISTANCE, candidate])
             if least < best:
                 best, given = least, subset
             continue
@@ -322,9 +323,9 @@ def nearest(
     taken = -1
     if given >= 0:
         taken = 0
-        if len(further.goals):
-            _list_distances(subsets, given, num_theirs, goal, further)
-            while further.distances[taken] != best:
+        if len(goals):
+            _list_distances(subsets, given, num_theirs, goal, goals)
+            while subsets[0, DISTANCE, taken] != best:
                 taken += 1
             return given, taken
         while _distance(subsets, given, taken, goal) != best:
@@ -350,15 +351,15 @@ def _distance(subsets: Int32Array, subset: int, candidate: int, goal: Goal) -> A
 
 
 @compiled_part
-def _list_distances(subsets: Int32Array, subset: int, number: int, goal: Goal, further: Further) -> None:
+def _list_distances(subsets: Int32Array, subset: int, number: int, goal: Goal, goals: Int64Array) -> None:
     """Write ``_distance`` of one subset to all candidates, the loads of further encoders included."""
-    distances = further.distances
+    distances = subsets[0, DISTANCE]
     for candidate in range(number):
         distances[candidate] = _distance(subsets, subset, candidate, goal)
-    for encoder in range(len(further.goals)):
+    for encoder in range(len(goals)):
         row, mine = FURTHER_SUM + encoder, subsets[0, FURTHER_SUM + encoder, subset]
-        aim, slack = np.int32(further.goals[encoder, AIM]), np.int32(further.goals[encoder, SLACK])
-        room, width = np.int32(further.goals[encoder, GAIN_ROOM]), np.uint32(further.goals[encoder, GAIN_WIDTH])
+        aim, slack = np.int32(goals[encoder, AIM]), np.int32(goals[encoder, SLACK])
+        room, width = np.int32(goals[encoder, GAIN_ROOM]), np.uint32(goals[encoder, GAIN_WIDTH])
         for candidate in range(number):
             moved = np.int32(mine - subsets[1, row, candidate])
             away = max(np.int32(abs(np.int32(moved - aim)) - slack), np.int32(0))
@@ -368,25 +369,25 @@ def _list_distances(subsets: Int32Array, subset: int, number: int, goal: Goal, f
 
 @compiled_part
 def least_over(
-    subsets: Int32Array, num_mine: int, num_theirs: int, goal: Goal, over: OverLimit, further: Further
+    subsets: Int32Array, num_mine: int, num_theirs: int, goal: Goal, over: OverLimit, goals: Int64Array
 ) -> tuple[int, int]:
     """Find the swap after which packs are least over their limits, and of those the most even one; as ``nearest``."""
     best, given, taken = FAR, -1, -1
     for subset in range(num_mine):
-        if len(further.goals):
-            _list_distances(subsets, subset, num_theirs, goal, further)
+        if len(goals):
+            _list_distances(subsets, subset, num_theirs, goal, goals)
         for candidate in range(num_theirs):
-            far = further.distances[candidate] if len(further.goals) else _distance(subsets, subset, candidate, goal)
+            far = subsets[0, DISTANCE, candidate] if len(goals) else _distance(subsets, subset, candidate, goal)
             if far < FAR:
                 vision = subsets[0, VISION_SUM, subset] - subsets[1, VISION_SUM, candidate]
                 tokens = subsets[0, TOKEN_SUM, subset] - subsets[1, TOKEN_SUM, candidate]
                 # What both packs would be over both limits; evenness decides among swaps that leave the same.
                 left = max(over.vision - vision, 0) + max(over.tokens - tokens, 0)
                 left += max(over.other_vision + vision, 0) + max(over.other_tokens + tokens, 0)
-                for encoder in range(len(further.goals)):
+                for encoder in range(len(goals)):
                     moved = subsets[0, FURTHER_SUM + encoder, subset] - subsets[1, FURTHER_SUM + encoder, candidate]
-                    left += max(further.goals[encoder, OVER] - moved, 0)
-                    left += max(further.goals[encoder, OTHER_OVER] + moved, 0)
+                    left += max(goals[encoder, OVER] - moved, 0)
+                    left += max(goals[encoder, OTHER_OVER] + moved, 0)
                 far = np.int32((far >> UNEVENNESS_BITS) + left)
                 if far < best:
                     best, given, taken = far, subset, candidate

@@ -18,11 +18,11 @@ from omnibal.data.balance.tables import (
     NEXT,
     NOWHERE,
     TOKEN_ROOM,
-    TOLERATED,
     VISION,
     VISION_OVER_MEAN,
     VISION_ROOM,
     WEIGHT,
+    Int32Array,
     Int64Array,
     Integer,
     Tables,
@@ -77,72 +77,54 @@ def level_window(tables: Tables, rules: Rules, seed: np.uint64) -> int:
     return repair(tables, rules, seed)
 
 
-@compiled
 def center(tables: Tables, rules: Rules, first: bool, last: bool) -> None:
-    """Measure the cost of every step's packs against their mean, and how much vision load a pack may have at no loss.
+    """Measure every step's packs against their mean, and how much load of an encoder a pack may have at no loss.
 
     A pack that one sample fills takes no part: nobody can make it lighter, and the others should be alike.
 
     Args:
         first: Measure vision load against the mean, too. It keeps its aims after that, which are whole units.
-        last: Set how much vision load is free. Until then it is levelled with other steps: that keeps packs within the
+        last: Set how much load is free. Until then it is levelled with other steps: that keeps packs within the
             limits, and takes steps that repairs have sorted back to the usual mix.
     """
-    packs, order = tables.packs, tables.scratch_packs
-    for step in range(len(tables.free_vision)):
-        begin = step * rules.step_packs
-        number = open_packs(packs, begin, rules.step_packs, order)
-        vision = cost = np.int64(0)
-        for place in range(number):
-            vision += packs[order[place], VISION_OVER_MEAN]
-            cost += packs[order[place], COST_OVER_MEAN]
-        costliest = np.int64(0)
-        for pack in range(begin, begin + rules.step_packs):
-            packs[pack, VISION_OVER_MEAN] -= vision // number if first else 0
-            packs[pack, COST_OVER_MEAN] -= cost // number
-        for place in range(number):
-            costliest = max(costliest, packs[order[place], COST_OVER_MEAN])
-        # What some pack must have anyway is free for all; and where cost is more uneven than the limit lets vision
-        # loads be, all of them are. Ranks that run several packs wait for the largest in one only: nothing is free.
-        if last and rules.num_replicas == rules.step_packs:
-            limit = packs[begin, VISION_OVER_MEAN] + packs[begin, VISION_ROOM]
-            tables.free_vision[step] = limit if costliest > limit else _least_most_vision(tables, rules, begin)
-        for encoder in range(len(rules.further)):
-            _center_further(tables, rules, step, number, encoder, last)
+    packs = tables.packs.reshape(len(tables.free), rules.step_packs, tables.packs.shape[1])
+    takes_part = (packs[..., COUNT] != 1) | (packs[..., TOKEN_ROOM] > 0)
+    takes_part |= ~takes_part.any(axis=1, keepdims=True)
+    for column in ([VISION_OVER_MEAN] if first else []) + [COST_OVER_MEAN, *range(FURTHER_PACK, packs.shape[2], 2)]:
+        total = (packs[..., column] * takes_part).sum(axis=1)
+        packs[..., column] -= (total // takes_part.sum(axis=1))[:, None]
+    # Ranks that run several packs wait for the largest in one of them only: nothing is free.
+    if not last or rules.num_replicas != rules.step_packs:
+        return
+    # A step's mean, from its first pack: limit − room = load = mean + over mean.
+    first_pack = packs[:, 0]
+    mean = rules.most_vision * rules.vision_weight - first_pack[:, VISION_ROOM] - first_pack[:, VISION_OVER_MEAN]
+    # What some pack must have anyway is free for all: whole units, and the largest sample. And where cost is more
+    # uneven than the limit lets vision loads be, all of them are.
+    unit, largest = rules.vision_weight, np.empty(len(packs), dtype=np.int64)
+    _find_largest(tables.samples, tables.packs, VISION, largest)
+    limit = first_pack[:, VISION_OVER_MEAN] + first_pack[:, VISION_ROOM]
+    costliest = (packs[..., COST_OVER_MEAN] * takes_part).max(axis=1)
+    tables.free[:, 0] = np.where(costliest > limit, limit, np.maximum(-(-mean // unit) * unit, largest) - mean)
+    for encoder, row in enumerate(rules.further):
+        over_mean = FURTHER_PACK + 2 * encoder
+        _find_largest(tables.samples, tables.packs, FURTHER + encoder, largest)
+        mean = row[MOST] * row[WEIGHT] - first_pack[:, over_mean + 1] - first_pack[:, over_mean]
+        tables.free[:, 1 + encoder] = largest - mean
 
 
-@compiled_part
-def _center_further(tables: Tables, rules: Rules, step: Integer, number: int, encoder: int, last: bool) -> None:
-    """Measure a further encoder's load of a step's packs against their mean; up to the largest sample it is free."""
-    packs, samples, column = tables.packs, tables.samples, FURTHER_PACK + 2 * encoder
-    begin, total, largest = step * rules.step_packs, np.int64(0), np.int64(0)
-    for place in range(number):
-        total += packs[tables.scratch_packs[place], column]
-    for pack in range(begin, begin + rules.step_packs):
-        packs[pack, column] -= total // number
-        sample = packs[pack, FIRST]
-        while sample != NOWHERE:
-            largest = max(largest, np.int64(samples[sample, FURTHER + encoder]))
-            sample = samples[sample, NEXT]
-    if last and rules.num_replicas == rules.step_packs:
-        # limit - room = load = mean + over mean
-        load = rules.further[encoder, MOST] * rules.further[encoder, WEIGHT] - packs[begin, column + 1]
-        tables.further.free[step, encoder] = largest - (load - packs[begin, column])
-
-
-@compiled_part
-def _least_most_vision(tables: Tables, rules: Rules, begin: Integer) -> Any:
-    """How far above the mean a step's largest vision load is at least: whole units, and the largest sample."""
-    packs, samples = tables.packs, tables.samples
-    # The step's mean, from its first pack: limit − room = load = mean + over mean.
-    mean = rules.most_vision * rules.vision_weight - packs[begin, VISION_ROOM] - packs[begin, VISION_OVER_MEAN]
-    most = -(-mean // rules.vision_weight) * rules.vision_weight
-    for pack in range(begin, begin + rules.step_packs):
-        sample = packs[pack, FIRST]
-        while sample != NOWHERE:
-            most = max(most, np.int64(samples[sample, VISION]))
-            sample = samples[sample, NEXT]
-    return most - mean
+@compiled
+def _find_largest(samples: Int32Array, packs: Int64Array, column: int, largest: Int64Array) -> None:
+    """Write each step's largest load of a sample, at least 0."""
+    step_packs = len(packs) // len(largest)
+    for step in range(len(largest)):
+        most = np.int64(0)
+        for pack in range(step * step_packs, (step + 1) * step_packs):
+            sample = packs[pack, FIRST]
+            while sample != NOWHERE:
+                most = max(most, np.int64(samples[sample, column]))
+                sample = samples[sample, NEXT]
+        largest[step] = most
 
 
 @compiled
@@ -153,24 +135,21 @@ def level_parts(tables: Tables, rules: Rules, part_packs: int, rounds: int, heav
         part_packs: Packs in a part: those of a step, or of neighbouring steps.
         heaviest_alone: Instead, let the costliest pack of each round meet all others: all ranks wait for it.
     """
-    packs, order = tables.packs, tables.scratch_packs
+    packs, order = tables.packs, tables.order
     for begin in range(0, len(packs), part_packs):
         number = open_packs(packs, begin, min(part_packs, len(packs) - begin), order)
-        loads = 2 + len(rules.further)
+        loads = 1 + tables.free.shape[1]
         for round_index in range(rounds * loads // 2):
             # The encoders take turns with the cost while they are uneven: vision units come in few sizes, and are soon
             # even or never.
             turn, wrong = round_index % loads, 0
             for place in range(number if turn < loads - 1 else 0):
-                if turn:
-                    wrong += _further_wrong(tables, rules, order[place], turn - 1)
-                else:
-                    wrong += _vision_wrong(tables, rules, order[place]) != 0
+                wrong += _wrong(tables, rules, order[place], turn) != 0
             column = COST_OVER_MEAN
             if wrong > 0 and not heaviest_alone:
                 column = FURTHER_PACK + 2 * (turn - 1) if turn else VISION_OVER_MEAN
             # By one load alone in each round.
-            sort_packs(packs, order, tables.scratch_weights, number, column)
+            sort_packs(packs, order, tables.weights, number, column)
             tries = done = 0
             for place in range(number - 1 if heaviest_alone else number // 2):
                 if heaviest_alone:
@@ -194,14 +173,14 @@ def even_vision(tables: Tables, rules: Rules, group_packs: int, seed: Any) -> No
     Not all can be levelled with each other: 18 = 5 + 5 + 5 + 3 and 15 = 5 + 5 + 5 make no 16 and 17. One that finds no
     counterpart hands on what it has too many to a random pack, which has other samples.
     """
-    packs, order, tolerance = tables.packs, tables.scratch_packs, rules.vision_tolerance
+    packs, order, tolerance = tables.packs, tables.order, rules.vision_tolerance
     for begin in range(0, len(packs), group_packs):
         number = min(group_packs, len(packs) - begin)
         for round_index in range(rules.effort.vision_rounds):
             # Packs with too many vision units are listed from the front of the order, those with too few from its end.
             heavy = light = 0
             for pack in range(begin, begin + number):
-                wrong = 0 if _is_filled(packs, pack) else _vision_wrong(tables, rules, pack)
+                wrong = 0 if _is_filled(packs, pack) else _wrong(tables, rules, pack, 0)
                 if wrong > 0:
                     order[heavy] = pack
                     heavy += 1
@@ -258,9 +237,9 @@ def repair_packs(tables: Tables, rules: Rules, roomy: Int64Array, seed: Any, rou
         # Rows of ``roomy``: vision units, tokens, further encoders.
         scarce = 0 if packs[pack, VISION_ROOM] < 0 else 1
         if scarce and packs[pack, TOKEN_ROOM] >= 0:
-            for encoder in range(len(rules.further)):
-                if packs[pack, FURTHER_PACK + 2 * encoder + 1] < 0:
-                    scarce = 2 + encoder
+            for encoder in range(1, tables.free.shape[1]):
+                if packs[pack, FURTHER_PACK + 2 * encoder - 1] < 0:
+                    scarce = 1 + encoder
         draws = seed + np.uint64(pack << 20)
         for look in range(min(LOOKS << max(round_index - 1, 0), 2 * number)):
             if not _is_over(packs, pack) or tries == 0:
@@ -298,34 +277,24 @@ def _is_over(packs: Int64Array, pack: Integer) -> bool:
 
 
 @compiled_part
-def _vision_wrong(tables: Tables, rules: Rules, pack: Integer) -> int:
-    """1 where a pack has too many vision units, −1 where it has too few for its step to be even."""
-    # Where vision load is free, a pack may hold less at no loss, too: only what exceeds the free load is wrong.
-    over, free = tables.packs[pack, VISION_OVER_MEAN], tables.free_vision[pack // rules.step_packs]
-    if over > max(free, rules.vision_tolerance):
+def _wrong(tables: Tables, rules: Rules, pack: Integer, encoder: int) -> int:
+    """1 where a pack has too much load of an encoder, −1 where it has too little for its step to be even."""
+    # Where load is free, a pack may hold less at no loss, too: only what exceeds the free load is wrong.
+    column = FURTHER_PACK + 2 * (encoder - 1) if encoder else VISION_OVER_MEAN
+    tolerance = TOLERANCE if encoder else rules.vision_tolerance
+    over, free = tables.packs[pack, column], tables.free[pack // rules.step_packs, encoder]
+    if over > max(free, tolerance):
         return 1
-    return -1 if over < -rules.vision_tolerance and free <= rules.vision_tolerance else 0
-
-
-@compiled_part
-def _further_wrong(tables: Tables, rules: Rules, pack: Integer, encoder: int) -> bool:
-    """Tell whether a pack's load of a further encoder is away from its step's mean."""
-    over, tolerance = tables.packs[pack, FURTHER_PACK + 2 * encoder], rules.further[encoder, TOLERATED]
-    free = tables.further.free[pack // rules.step_packs, encoder]
-    return bool(over > max(free, tolerance) or (over < -tolerance and free <= tolerance))
+    return -1 if over < -tolerance and free <= tolerance else 0
 
 
 @compiled_part
 def _is_uneven(tables: Tables, rules: Rules, pack: Integer) -> bool:
     """Tell whether a pack is worth a meeting: away from its step's mean, or over a limit."""
-    for encoder in range(len(rules.further)):
-        if _further_wrong(tables, rules, pack, encoder):
+    for encoder in range(tables.free.shape[1]):
+        if _wrong(tables, rules, pack, encoder) != 0:
             return True
-    return bool(
-        _vision_wrong(tables, rules, pack) != 0
-        or abs(tables.packs[pack, COST_OVER_MEAN]) > TOLERANCE
-        or _is_over(tables.packs, pack)
-    )
+    return bool(abs(tables.packs[pack, COST_OVER_MEAN]) > TOLERANCE or _is_over(tables.packs, pack))
 
 
 @compiled_part

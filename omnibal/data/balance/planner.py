@@ -1,17 +1,14 @@
 """BalancedPacks: how many steps an epoch takes, and the packs of any window of any epoch."""
 
 import math
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Final
 
 import numpy as np
 
-from omnibal.data.balance.rules import CLOSING, DEFAULT_EFFORT, RESERVE, Effort, PackingTask, make_rules, survey
+from omnibal.data.balance.rules import CLOSING, DEFAULT_EFFORT, RESERVE, Effort, make_rules, survey
 from omnibal.data.balance.shuffle import shuffle_keys, shuffled
 from omnibal.data.balance.tables import Int32Array, Int64Array
-from omnibal.data.balance.window import columns_of, driving_loads, plan_window
-from omnibal.data.lengths import IntArray
+from omnibal.data.balance.window import driving_loads, plan_window
 from omnibal.data.packing_spec import PackingSpec, Ranks
 from omnibal.data.packs import Packs
 from omnibal.errors import InfeasibleError
@@ -34,72 +31,6 @@ BLOCKS_KEPT: Final = 4
 def blocks_of(num_samples: int) -> int:
     """Number of blocks in an order of so many samples, at least 1; fewer where there are fewer steps."""
     return max(round(num_samples / BLOCK), 1)
-
-
-@dataclass(frozen=True)
-class EpochWindows:
-    """Which steps, and which places in the random order, are planned together: the same in all epochs.
-
-    The order is cut at fixed places into blocks that have equal numbers of steps, whatever they hold: so no part of an
-    epoch depends on what comes before it. Each block's steps are divided evenly into windows; where the windows begin
-    in the order depends on the loads in the block.
-
-    >>> EpochWindows(num_samples=100_000, num_steps=1_000, step_packs=8).starts.tolist()
-    [0, 333, 666, 1000]
-    """
-
-    num_samples: int
-    num_steps: int
-    step_packs: int
-
-    @cached_property
-    def num_blocks(self) -> int:
-        """Number of blocks, at least 1."""
-        return min(blocks_of(self.num_samples), max(self.num_steps, 1))
-
-    @cached_property
-    def starts(self) -> Int64Array:
-        """First step of every window, and the number of steps behind them."""
-        starts = [np.zeros(1, dtype=np.int64)]
-        for block in range(self.num_blocks):
-            first, last = self.block_steps(block)
-            begin, end = self.block_places(block)
-            windows = max(min((end - begin) // WINDOW, last - first), 1)
-            starts.append(first + np.arange(1, windows + 1) * (last - first) // windows)
-        return np.concatenate(starts)
-
-    def block_of(self, step: int) -> int:
-        """The block that holds a step."""
-        # The inverse of block_steps: the last block whose first step, rounded down, is not behind this one.
-        return ((step + 1) * self.num_blocks - 1) // max(self.num_steps, 1)
-
-    def block_steps(self, block: int) -> tuple[int, int]:
-        """First step of a block, and the step behind its last one."""
-        return block * self.num_steps // self.num_blocks, (block + 1) * self.num_steps // self.num_blocks
-
-    def block_places(self, block: int) -> tuple[int, int]:
-        """First place of a block in the random order, and the place behind its last one."""
-        first, last = self.block_steps(block)
-        return self._place(first), self._place(last)
-
-    def _place(self, step: int) -> int:
-        """As many samples as the steps before have of all steps; at least one for each of their packs."""
-        if self.num_samples <= self.num_steps * self.step_packs:
-            return min(step * self.step_packs, self.num_samples)
-        return step * self.num_samples // self.num_steps
-
-    def cut(self, block: int, shares: Int32Array) -> Int64Array:
-        """Cut a block's places where its load is divided as its steps are.
-
-        Returns:
-            Where each of its windows begins, and where the last one ends. No window has fewer samples than packs,
-            but the last one of an epoch that has.
-        """
-        (first, last), (begin, _) = self.block_steps(block), self.block_places(block)
-        # All blocks share one list of windows; the block's own are counted from its first step.
-        starts = self.starts
-        steps = starts[(starts >= first) & (starts <= last)] - first
-        return begin + cut_evenly(shares, steps, self.step_packs)
 
 
 def cut_evenly(shares: Int32Array, steps: Int64Array, step_packs: int) -> Int64Array:
@@ -127,22 +58,24 @@ def cut_evenly(shares: Int32Array, steps: Int64Array, step_packs: int) -> Int64A
 class BalancedPacks:
     """Arranges epochs of steps that are balanced in vision units and in cost."""
 
+    # The random order of an epoch is cut at fixed places into blocks that have equal numbers of steps, whatever they
+    # hold: so no part of an epoch depends on what comes before it. Each block's steps are divided evenly into windows;
+    # where the windows begin in the order depends on the loads in the block. Steps of windows are the same in all
+    # epochs.
+
     def __init__(self, spec: PackingSpec, ranks: Ranks, *, effort: Effort = DEFAULT_EFFORT) -> None:
-        lengths, limits, cost, samples = spec.lengths, spec.limits, spec.pack_cost, spec.samples
-        self._task = PackingTask(limits, cost, ranks.num_replicas, ranks.micro_batches, spec.exchange_steps, effort)
-        self._columns, self._seed, self._samples = columns_of(lengths), spec.seed, samples
+        self._spec, self._ranks, self._effort = spec, ranks, effort
         self._num_samples = spec.num_samples
         # Of many samples a random part says what means and spreads are; packs are counted from all (`survey`).
-        drawn = None if self._num_samples <= BLOCK else self._draw(0, SURVEY, 0)
-        self._demand = survey(lengths, limits, cost, samples=samples, drawn=drawn)
+        self._demand = survey(spec, drawn=None if self._num_samples <= BLOCK else self._draw(0, SURVEY, 0))
         self._tried: list[Packs] = []  # the first windows of epoch 0: planned already, and known to fit
-        self._cuts: dict[tuple[int, int], IntArray] = {}
+        self._cuts: dict[tuple[int, int], Int64Array] = {}
         # Sets the number of steps, windows and rules. Trials plan epoch 0: it need not be planned again.
         self._size()
 
-    def window_starts(self, epoch: int) -> IntArray:  # the same in all epochs
+    def window_starts(self, epoch: int) -> Int64Array:  # the same in all epochs
         """First step of every window, and the number of steps behind them."""
-        return self._windows.starts
+        return self._starts
 
     def window(self, epoch: int, index: int) -> Packs:
         """Plan one window: the packs of its steps in running order."""
@@ -156,12 +89,13 @@ class BalancedPacks:
                 return packs
         # One window is the whole epoch: the plan of the trial holds all samples, and any epoch can run its packs in
         # another order.
-        if len(self._windows.starts) == 2 and self._tried:
-            order = np.random.default_rng([self._seed, epoch]).permutation(len(self._tried[0]))
+        if len(self._starts) == 2 and self._tried:
+            order = np.random.default_rng([self._spec.seed, epoch]).permutation(len(self._tried[0]))
             return self._tried[0].take(order)
+        limits = self._spec.limits
         raise InfeasibleError(
-            f"window {index} of epoch {epoch} must fit into packs of {self._task.limits.vision_units} vision units "
-            f"and {self._task.limits.llm_tokens} LLM tokens, but in {ATTEMPTS} orders of its samples some packs "
+            f"window {index} of epoch {epoch} must fit into packs of {limits.vision_units} vision units "
+            f"and {limits.llm_tokens} LLM tokens, but in {ATTEMPTS} orders of its samples some packs "
             "would hold too much; choose other limits"
         )
 
@@ -170,11 +104,12 @@ class BalancedPacks:
         # Up to two windows' samples are one window: then nothing is planned alone, and no reserve is due for that.
         single = self._num_samples < 2 * WINDOW
         blocks, window = (1, self._num_samples) if single else (blocks_of(self._num_samples), WINDOW)
-        needed = self._needed = self._demand.packs_needed(blocks, window)
-        steps, fewer = self._steps_of(needed), self._steps_of(self._demand.packs_needed(blocks, window, CLOSING))
+        needed = self._demand.packs_needed(blocks, window)
+        self._least_steps = self._steps_of(needed)
+        fewer = self._steps_of(self._demand.packs_needed(blocks, window, CLOSING))
         # A reserve is there to move samples. In an epoch of few steps it rounds up to a whole step, which costs more
         # than it can bring: so a step fewer is tried first. A trial of one window is a whole plan, and settles it.
-        if single and fewer < steps < 1 / RESERVE and self._try(fewer):
+        if single and fewer < self._least_steps < 1 / RESERVE and self._try(fewer):
             return
         tried = 0
         # Margins grow until the first windows fit: the first step number that a trial proves is taken.
@@ -185,7 +120,12 @@ class BalancedPacks:
             if steps != tried and ((easy and self._try(steps)) or self._try(steps, repair_first=True)):
                 return
             tried = steps
-        self._try(self._most_steps)  # every sample has a pack of its own
+        self._try(self._steps_of(math.inf))  # every sample has a pack of its own
+
+    def _steps_of(self, num_packs: float) -> int:
+        """Steps of so many packs, at most as many as have one sample in every pack."""
+        most = -(-self._num_samples // self._ranks.step_packs)
+        return min(max(math.ceil(min(num_packs, self._num_samples) / self._ranks.step_packs), 1), most)
 
     def _try(self, num_steps: int, *, repair_first: bool = False) -> bool:
         """Take a number of steps, and tell whether first windows fit: of a small epoch, all of it.
@@ -194,55 +134,63 @@ class BalancedPacks:
         second one must, too.
         """
         # More steps than the bound asks for mean that a trial has failed: samples do not combine.
-        hard = repair_first or num_steps > self._steps_of(self._needed)
-        step_packs = self._task.step_packs
-        self._windows = EpochWindows(self._num_samples, num_steps, step_packs)
+        hard = repair_first or num_steps > self._least_steps
+        self._divide(num_steps)
         # Weights of loads depend on how many packs share the samples, so every number of steps has rules of its own.
-        rules, self._share_of = make_rules(self._demand, self._task, num_steps * step_packs)
+        packs = num_steps * self._ranks.step_packs
+        rules = make_rules(self._demand, self._spec, self._ranks, packs, self._effort)
         self._rules = rules._replace(repair_first=repair_first)
         self._cuts.clear()  # these are of other numbers of steps
         self._tried.clear()
-        for index in range(min(len(self._windows.starts) - 1, 1 + hard)):
-            packs = self._plan(0, index, 0)
-            if packs is None:
+        for index in range(min(len(self._starts) - 1, 1 + hard)):
+            found = self._plan(0, index, 0)
+            if found is None:
                 return False
-            self._tried.append(packs)
+            self._tried.append(found)
         return True
 
-    @property
-    def _most_steps(self) -> int:
-        """Steps with one sample in every pack."""
-        return -(-self._num_samples // self._task.step_packs)
-
-    def _steps_of(self, num_packs: float) -> int:
-        """Steps of so many packs."""
-        return min(max(math.ceil(num_packs / self._task.step_packs), 1), self._most_steps)
+    def _divide(self, num_steps: int) -> None:
+        """Divide steps, and places in the random order, into blocks, and the blocks' steps into windows."""
+        blocks = min(blocks_of(self._num_samples), max(num_steps, 1))
+        steps = np.arange(blocks + 1) * num_steps // blocks
+        # As many samples as the steps before have of all steps; at least one for each of their packs.
+        step_packs, number = self._ranks.step_packs, self._num_samples
+        few = number <= num_steps * step_packs
+        places = np.minimum(steps * step_packs, number) if few else steps * number // num_steps
+        windows = np.maximum(np.minimum(np.diff(places) // WINDOW, np.diff(steps)), 1)
+        starts = [
+            first + np.arange(count) * (last - first) // count
+            for first, last, count in zip(steps[:-1], steps[1:], windows, strict=True)
+        ]
+        self._starts: Int64Array = np.concatenate([*starts, steps[-1:]])
+        self._block_places: Int64Array = places
+        self._block_windows: Int64Array = np.concatenate([[0], np.cumsum(windows)])  # windows before each block
 
     def _plan(self, epoch: int, index: int, attempt: int) -> Packs | None:
         """Plan a window; after the first attempt in another order, and with limits before all else."""
-        starts = self._windows.starts
-        block = self._windows.block_of(int(starts[index]))
-        # The window's place among those of its block, whose cuts depend on the loads of that block alone.
-        first = int(np.searchsorted(starts, self._windows.block_steps(block)[0]))
-        begin, end = self._find_cuts(epoch, block)[index - first : index - first + 2]
+        block = int(np.searchsorted(self._block_windows, index, side="right")) - 1
+        begin, end = self._find_cuts(epoch, block)[index - self._block_windows[block] :][:2]
         # Seeded by the position alone: a resumed run, and every rank, plans the same packs without those before.
-        rng = np.random.default_rng([self._seed, epoch, index, attempt])
+        rng = np.random.default_rng([self._spec.seed, epoch, index, attempt])
         chosen, rules = self._draw(int(begin), int(end), epoch), self._rules
         if attempt:
             chosen, rules = rng.permutation(chosen), rules.for_another_attempt()
-        return plan_window(chosen, self._columns, self._share_of, rules, int(np.diff(starts)[index]), rng)
+        return plan_window(chosen, self._spec, rules, int(self._starts[index + 1] - self._starts[index]), rng)
 
     def _draw(self, begin: int, end: int, epoch: int) -> Int64Array:
         """Samples at some places of an epoch's random order."""
-        places = shuffled(self._num_samples, begin, end, shuffle_keys(self._seed, epoch))
-        return places if self._samples is None else self._samples[places]
+        places = shuffled(self._num_samples, begin, end, shuffle_keys(self._spec.seed, epoch))
+        return places if self._spec.samples is None else self._spec.samples[places]
 
-    def _find_cuts(self, epoch: int, block: int) -> IntArray:
+    def _find_cuts(self, epoch: int, block: int) -> Int64Array:
         """Where the windows of a block begin, and where the last one ends; those of some blocks are remembered."""
         cuts = self._cuts.get((epoch, block))
         if cuts is None:
-            chosen = self._draw(*self._windows.block_places(block), epoch)
-            cuts = self._windows.cut(block, driving_loads(chosen, self._columns, self._rules, self._share_of))
+            begin, end = self._block_places[block : block + 2].tolist()
+            shares = driving_loads(self._draw(begin, end, epoch), self._spec, self._rules)
+            first, last = self._block_windows[block : block + 2]
+            starts = self._starts[first : last + 1]
+            cuts = begin + cut_evenly(shares, starts - starts[0], self._ranks.step_packs)
             # The oldest go first; popped with a default, because several threads may plan (a loader's, for example).
             while len(self._cuts) >= BLOCKS_KEPT:
                 self._cuts.pop(next(iter(self._cuts)), None)

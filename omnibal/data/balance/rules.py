@@ -11,11 +11,12 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from omnibal.cost import CostModel, Load
+from omnibal.cost import Load
 from omnibal.data.balance.tables import Int32Array, Int64Array
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import MOST_ROUNDINGS, rounded_shares
+from omnibal.data.packing_spec import PackingSpec, Ranks
 
 FULL: Final = 1 << 16
 """A pack's room for the driving load."""
@@ -100,66 +101,69 @@ class Demand(NamedTuple):
         )
 
 
-def survey(
-    lengths: SampleLengths, limits: PackLimits, cost: CostModel, *, samples: IntArray | None, drawn: IntArray | None
-) -> Demand:
+def survey(spec: PackingSpec, samples: IntArray | None = None, drawn: IntArray | None = None) -> Demand:
     """Count what samples ask for.
 
     Args:
-        samples: Which samples take part; None for all. The packs that they ask for are counted exactly.
+        spec: Lengths, limits and cost.
+        samples: Which samples take part; by default those of the spec. Their packs are counted exactly.
         drawn: A random part of them that all other figures are known from; None for all of them.
     """
+    lengths, limits, cost = spec.lengths, spec.limits, spec.pack_cost
+    samples = spec.samples if samples is None else samples
     chosen = samples if drawn is None else drawn
     # Means and spreads are of the drawn part; totals, which decide the number of steps, are of all samples.
-    vision, tokens = _sizes(lengths, limits, chosen)
-    squared = 0 if lengths.vision_squared is None else lengths.vision_squared[slice(None) if chosen is None else chosen]
+    vision, tokens = sizes_of(lengths, limits, chosen)
+    part = slice(None) if chosen is None else chosen
+    squared = 0 if lengths.vision_squared is None else lengths.vision_squared[part]
     costs = cost(Load(vision, tokens, tokens**2, squared)) - cost.fixed
     weights = _weigh(vision, limits.vision_units), _weigh(tokens, limits.llm_tokens)
     num_samples = len(lengths) if samples is None else len(samples)
     totals = _total_shares(lengths, limits, samples, weights)
     # The load that asks for more packs drives: steps with equal shares of it leave room in the other one.
     by_tokens = totals[1] > totals[0]
-    driver, other = (
-        weights[by_tokens][0][(vision, tokens)[by_tokens]],
-        weights[not by_tokens][0][(tokens, vision)[by_tokens]],
-    )
-    number = max(len(vision), 1)
-    return Demand(
-        num_samples,
-        float(vision.sum()) / number,
-        float(costs.sum()) / number,
-        by_tokens,
-        weights[by_tokens][1],
-        weights[by_tokens][0],
-        totals[by_tokens] / FULL / max(num_samples, 1),
-        totals[not by_tokens] / FULL / max(num_samples, 1),
-        _spread(driver),
-        _spread(driver, other),
-        *_survey_further(lengths, limits, chosen),
-    )
-
-
-def _sizes(lengths: SampleLengths, limits: PackLimits, chosen: IntArray | slice | None) -> tuple[IntArray, IntArray]:
-    """Vision units and tokens, at least one; those of the limits where a sample exceeds one."""
-    part = slice(None) if chosen is None else chosen
-    vision, tokens = lengths.vision_units[part].astype(np.int64), lengths.llm_tokens[part].astype(np.int64)
-    tokens = np.maximum(tokens, 1)
-    over = (vision > limits.vision_units) | (tokens > limits.llm_tokens)
-    vision[over], tokens[over] = limits.vision_units, limits.llm_tokens
-    return vision, tokens
-
-
-def _survey_further(
-    lengths: SampleLengths, limits: PackLimits, chosen: IntArray | None
-) -> tuple[dict[str, float], float, float]:
-    """Mean units of a sample in each further encoder, and the packs per sample and spread of the tightest one."""
-    part, means, tightest = slice(None) if chosen is None else chosen, dict[str, float](), (0.0, 0.0)
+    drives, follows = int(by_tokens), int(not by_tokens)
+    driver, other = (weights[load][0][(vision, tokens)[load]] for load in (drives, follows))
+    # Of further encoders, the packs per sample and the spread of the tightest one.
+    means, tightest = dict[str, float](), (0.0, 0.0)
     for name, units in lengths.further_units().items():
         most = limits.most(name)
         fitting = np.minimum(units[part], most).astype(np.float64)
         mean = means[name] = float(fitting.mean()) if len(fitting) else 0.0
         tightest = max(tightest, (mean / max(most, 1), float(fitting.std()) / mean if mean else 0.0))
-    return means, *tightest
+    number = max(len(vision), 1)
+    return Demand(
+        num_samples=num_samples,
+        mean_vision=float(vision.sum()) / number,
+        mean_cost=float(costs.sum()) / number,
+        by_tokens=by_tokens,
+        by_volume=weights[drives][1],
+        shares=weights[drives][0],
+        driver=totals[drives] / FULL / max(num_samples, 1),
+        other=totals[follows] / FULL / max(num_samples, 1),
+        spread=_spread(driver),
+        other_spread=_spread(driver, other),
+        mean_further=means,
+        further=tightest[0],
+        further_spread=tightest[1],
+    )
+
+
+def sizes_of(
+    lengths: SampleLengths, limits: PackLimits, samples: IntArray | slice | None, *, further: bool = False
+) -> tuple[Int64Array, Int64Array]:
+    """Vision units and tokens, at least one token; both limits for a sample over one: nothing fits beside it.
+
+    With ``further``, a sample over the limit of a further encoder counts so, too.
+    """
+    part = slice(None) if samples is None else samples
+    vision, tokens = lengths.vision_units[part].astype(np.int64), lengths.llm_tokens[part].astype(np.int64)
+    over = (vision > limits.vision_units) | (tokens > limits.llm_tokens)
+    for name, units in lengths.further_units().items() if further else ():
+        over |= units[part] > limits.most(name)
+    np.maximum(tokens, 1, out=tokens)
+    vision[over], tokens[over] = limits.vision_units, limits.llm_tokens
+    return vision, tokens
 
 
 Weights = tuple[Int32Array, bool]
@@ -171,7 +175,7 @@ def _total_shares(
 ) -> tuple[float, float]:
     """What all samples ask for, in units of 1 / ``FULL`` of a pack."""
     summary = lengths.summary
-    # Where nothing is cut to a limit and weights are volumes, the totals that the lengths keep say it: no pass over 100
+    # If nothing is cut to a limit and weights are volumes, the totals that the lengths keep say it: no pass over 100
     # million samples.
     if (
         samples is None
@@ -186,7 +190,7 @@ def _total_shares(
     totals = [0, 0]
     for begin in range(0, len(lengths) if samples is None else len(samples), CHUNK):
         part = slice(begin, begin + CHUNK)
-        sizes = _sizes(lengths, limits, part if samples is None else samples[part])
+        sizes = sizes_of(lengths, limits, part if samples is None else samples[part])
         for load in range(2):
             totals[load] += int(weights[load][0][sizes[load]].sum(dtype=np.int64))
     return totals[0], totals[1]
@@ -248,26 +252,6 @@ class Effort(NamedTuple):
 DEFAULT_EFFORT: Final = Effort()
 
 
-class PackingTask(NamedTuple):
-    """What packs are planned for, whatever the samples."""
-
-    limits: PackLimits
-    cost: CostModel
-    """What is made even besides vision units."""
-    num_replicas: int
-    """Data-parallel ranks."""
-    micro_batches: int
-    """Packs per rank and step."""
-    exchange_steps: int
-    """Consecutive steps that may exchange samples."""
-    effort: Effort = DEFAULT_EFFORT
-
-    @property
-    def step_packs(self) -> int:
-        """Packs of a step."""
-        return self.num_replicas * self.micro_batches
-
-
 class Rules(NamedTuple):
     """What all windows of an epoch have in common."""
 
@@ -300,8 +284,10 @@ class Rules(NamedTuple):
     repair_first: bool
     """Whether packs are brought under the limits before they are levelled: where samples hardly fit."""
     effort: Effort
-    further: Int64Array = np.zeros((0, 3), dtype=np.int64)
-    """A row per further encoder: load of a unit, units that a pack may hold, load by which packs may differ."""
+    share_of: Int32Array
+    """Driving load of each size."""
+    further: Int64Array = np.zeros((0, 2), dtype=np.int64)
+    """A row per further encoder: load of a unit, units that a pack may hold."""
 
     def for_another_attempt(self) -> "Rules":
         """Rules for samples that did not fit: limits first, and more repairs than trials of a number of steps make."""
@@ -309,15 +295,17 @@ class Rules(NamedTuple):
         return self._replace(repair_first=True, effort=self.effort._replace(repair_rounds=rounds))
 
 
-def make_rules(demand: Demand, task: PackingTask, num_packs: int) -> tuple[Rules, Int32Array]:
-    """Work out the rules for epochs of ``num_packs`` packs, and the driving load of each size.
+def make_rules(
+    demand: Demand, spec: PackingSpec, ranks: Ranks, num_packs: int, effort: Effort = DEFAULT_EFFORT
+) -> Rules:
+    """Work out the rules for epochs of ``num_packs`` packs.
 
-    Where packs have few vision units (tiles) and these drive, those of a step are made a multiple of its ranks: else
-    one rank has one more than the others. That has a price: fewer sets of samples do, and what they leave uneven is
-    cost (ALGORITHM.md has figures). So it pays where the ViT makes up half of the cost or more. A cost model without
-    vision units says nothing about the ViT; then both count alike, as where ViT and LLM are stages of their own.
+    If packs have few vision units (tiles) and these drive, those of a step are made a multiple of its ranks: else one
+    rank has one more than the others. That has a price: fewer sets of samples do, and what they leave uneven is cost
+    (ALGORITHM.md has figures). So it pays if the ViT makes up half of the cost or more. A cost model without vision
+    units says nothing about the ViT; then both count alike, as if ViT and LLM were stages of their own.
     """
-    limits, cost, num_replicas = task.limits, task.cost, task.num_replicas
+    limits, cost = spec.limits, spec.pack_cost
     per_pack = demand.num_samples / max(num_packs, 1)
     vision, mean_cost = per_pack * demand.mean_vision, per_pack * demand.mean_cost
     # Costs come in any unit, seconds or FLOPs: they are scaled so that a mean pack has one to two PACK.
@@ -332,11 +320,16 @@ def make_rules(demand: Demand, task: PackingTask, num_packs: int) -> tuple[Rules
     whole_vision = multiples and demand.by_volume
     multiples = whole_vision and not demand.by_tokens
     # Packs that follow each other may differ by a vision unit, those of one micro-batch may not.
-    tolerance = 3 / 4 if task.micro_batches == 1 else 7 / 8
-    rules = Rules(
-        step_packs=task.step_packs,
-        num_replicas=num_replicas,
-        group_steps=task.exchange_steps,
+    tolerance = 3 / 4 if ranks.micro_batches == 1 else 7 / 8
+    # A mean pack's units of a further encoder weigh as much as its cost.
+    further = [
+        (max(min(int(PACK / max(per_pack * mean, 1e-9)), MOST_LOAD), 1), limits.most(name))
+        for name, mean in demand.mean_further.items()
+    ]
+    return Rules(
+        step_packs=ranks.step_packs,
+        num_replicas=ranks.num_replicas,
+        group_steps=spec.exchange_steps,
         most_vision=limits.vision_units,
         most_tokens=limits.llm_tokens,
         vision_weight=vision_weight,
@@ -352,19 +345,10 @@ def make_rules(demand: Demand, task: PackingTask, num_packs: int) -> tuple[Rules
         vision_tolerance=max(int(tolerance * vision_weight), VISION_PACKS * TOLERANCE),
         by_tokens=demand.by_tokens,
         most_share=limits.vision_units if multiples else FULL,
-        share_unit=num_replicas if multiples else 1,
+        share_unit=ranks.num_replicas if multiples else 1,
         whole_vision=whole_vision,
         repair_first=False,
-        effort=task.effort,
-        further=_further_rules(demand, limits, per_pack),
+        effort=effort,
+        share_of=np.arange(limits.vision_units + 1, dtype=np.int32) if multiples else demand.shares,
+        further=np.array(further, dtype=np.int64).reshape(-1, 2),
     )
-    return rules, np.arange(limits.vision_units + 1, dtype=np.int32) if multiples else demand.shares
-
-
-def _further_rules(demand: Demand, limits: PackLimits, per_pack: float) -> Int64Array:
-    """Weights, limits and tolerances of further encoders: a mean pack's units weigh as much as its cost."""
-    rows = [
-        (max(min(int(PACK / max(per_pack * mean, 1e-9)), MOST_LOAD), 1), limits.most(name), TOLERANCE)
-        for name, mean in demand.mean_further.items()
-    ]
-    return np.array(rows, dtype=np.int64).reshape(-1, 3)

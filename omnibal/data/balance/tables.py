@@ -25,48 +25,20 @@ NEXT, MIX, VISION, COST, TOKENS, FURTHER = range(6)
 # until the limits (below 0 where the pack is over a limit). Further encoder e has the columns FURTHER_PACK + 2e (load
 # above the mean) and FURTHER_PACK + 2e + 1 (what is left until its limit).
 FIRST, COUNT, VISION_OVER_MEAN, COST_OVER_MEAN, VISION_ROOM, TOKEN_ROOM, FURTHER_PACK = range(7)
-# Rows of ``subsets``, for either pack of an exchange: its samples; then its subsets, as bit masks, and their loads, in
-# the order of the columns of ``samples``.
-MEMBER, MASK, VISION_SUM, COST_SUM, TOKEN_SUM, FURTHER_SUM = range(6)
-# Columns of ``Rules.further`` and of ``Further.goals``, a row per further encoder.
-WEIGHT, MOST, TOLERATED = range(3)
+# Rows of ``subsets``, for either pack of an exchange: distances of one subset to all others; the pack's samples; then
+# its subsets, as bit masks, and their loads, in the order of the columns of ``samples``.
+DISTANCE, MEMBER, MASK, VISION_SUM, COST_SUM, TOKEN_SUM, FURTHER_SUM = range(7)
+# Rows of ``usual``: share of all samples that do not exceed each threshold; 1 / (p · (1 − p)), with p this share: one
+# over the variance that a single sample brings; and what an exchange changes in a row of ``mixes``.
+SHARE, PRECISION, CHANGE = range(3)
+# Columns of ``Rules.further`` and of ``goals``, a row per further encoder.
+WEIGHT, MOST = range(2)
 AIM, GAIN_ROOM, GAIN_WIDTH, SLACK, OVER, OTHER_OVER = range(6)
 
 NOWHERE: Final = -1
 """End of a list of samples."""
 MOST_SUBSETS: Final = 64
 """Subsets of a pack that an exchange tries to give away: some microseconds for two packs."""
-
-
-class Mixes(NamedTuple):
-    """How many samples of which sizes every step holds; see ``mixes.py``."""
-
-    counts: FloatArray
-    """Shape (steps, thresholds + 1): samples that do not exceed each threshold; in the last column all samples."""
-    expected_share: FloatArray
-    """Share of all samples that do not exceed each threshold."""
-    inverse_variance: FloatArray
-    """One over p · (1 − p), with p the expected share: the variance that a single sample brings."""
-    deviation: FloatArray
-    """How far each step's mix is from that of all samples (``mix_deviation``)."""
-    scratch: Int64Array
-    """What an exchange changes in a row of ``counts``."""
-
-
-class Further(NamedTuple):
-    """What exchanges need of encoders beyond the first; empty arrays where there is one encoder."""
-
-    free: Int64Array
-    """Shape (steps, further encoders): as ``Tables.free_vision``."""
-    goals: Int64Array
-    """Scratch, shape (further encoders, 6): what ``Goal`` and ``OverLimit`` say of vision load."""
-    distances: Int32Array
-    """Scratch, shape (MOST_SUBSETS,): distances of one subset to all others."""
-
-
-ONE_ENCODER: Final = Further(
-    np.zeros((0, 0), dtype=np.int64), np.zeros((0, 6), dtype=np.int64), np.zeros(0, dtype=np.int32)
-)
 
 
 class Tables(NamedTuple):
@@ -76,14 +48,37 @@ class Tables(NamedTuple):
     """A row per sample."""
     packs: Int64Array
     """A row per pack, step after step."""
-    mixes: Mixes
-    free_vision: Int64Array
-    """For each step, how far above the mean a pack's vision load may be at no loss: one of its packs is, anyway."""
-    scratch_packs: Int64Array
-    scratch_weights: Int64Array
+    mixes: FloatArray
+    """A row per step: samples that do not exceed each threshold, all samples, and how far the step's mix is from that
+    of all samples (``mix_deviation``)."""
+    usual: FloatArray
+    """What steps' mixes are compared with."""
+    free: Int64Array
+    """For each step and encoder, how far above the mean a pack's load may be at no loss: one pack is, anyway."""
+    order: Int64Array
+    """Scratch, (packs,)."""
+    weights: Int64Array
+    """Scratch, (packs,)."""
     subsets: Int32Array
-    """Scratch space of an exchange: the samples and subsets of two packs."""
-    further: Further = ONE_ENCODER
+    """Scratch, (2, rows, MOST_SUBSETS): the samples and subsets of two packs."""
+    goals: Int64Array
+    """Scratch, (further encoders, 6): what ``Goal`` and ``OverLimit`` say of vision load."""
+
+    @classmethod
+    def of(cls, samples: Int32Array, packs: Int64Array, mixes: FloatArray, usual: FloatArray) -> "Tables":
+        """Tables with scratch space."""
+        num_further = samples.shape[1] - FURTHER
+        return cls(
+            samples=samples,
+            packs=packs,
+            mixes=mixes,
+            usual=usual,
+            free=np.zeros((len(mixes), 1 + num_further), dtype=np.int64),
+            order=np.empty(len(packs), dtype=np.int64),
+            weights=np.empty(len(packs), dtype=np.int64),
+            subsets=np.zeros((2, FURTHER_SUM + num_further, MOST_SUBSETS), dtype=np.int32),
+            goals=np.zeros((num_further, 6), dtype=np.int64),
+        )
 
 
 @compiled_part

@@ -1,13 +1,13 @@
 """One window: random samples become the packs of some steps."""
 
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
 from omnibal.compiled import compiled, compiled_part
 from omnibal.data.balance.levelling import ALL_LOADS, level_window, open_packs, sort_packs
 from omnibal.data.balance.mixes import count_mixes
-from omnibal.data.balance.rules import MOST_LOAD, Rules
+from omnibal.data.balance.rules import MOST_LOAD, Rules, sizes_of
 from omnibal.data.balance.tables import (
     COST,
     COST_OVER_MEAN,
@@ -16,25 +16,21 @@ from omnibal.data.balance.tables import (
     FURTHER,
     FURTHER_PACK,
     MOST,
-    MOST_SUBSETS,
     NEXT,
     NOWHERE,
-    OTHER_OVER,
     TOKEN_ROOM,
     TOKENS,
     VISION,
     VISION_OVER_MEAN,
     VISION_ROOM,
-    VISION_SUM,
     WEIGHT,
-    Further,
     Int32Array,
     Int64Array,
     Integer,
     Tables,
     prepend,
 )
-from omnibal.data.lengths import IntArray, SampleLengths
+from omnibal.data.packing_spec import PackingSpec
 from omnibal.data.packs import Packs
 
 SIZE_BITS: Final = 26
@@ -49,45 +45,19 @@ REACH: Final = 6
 """Vision units that trimming can make up for, about: a step that is farther from a multiple would be sorted in vain."""
 
 
-class Columns(NamedTuple):
-    """The columns of ``SampleLengths`` that decide packs, for compiled code."""
-
-    vision_units: IntArray
-    llm_tokens: IntArray
-    vision_squared: IntArray
-    """Empty where it is unknown."""
-    further: IntArray
-    """Units of further encoders, shape (samples, further encoders)."""
-
-
-def columns_of(lengths: SampleLengths) -> Columns:
-    """Take the columns out of lengths."""
-    squared = lengths.vision_squared
-    if squared is None:
-        squared = np.zeros(0, dtype=np.int64)
-        squared.flags.writeable = False  # as the others are: compiled code then exists once
-    further = lengths.further_units()
-    units = np.stack([*further.values()], axis=1) if further else np.zeros((0, 0), dtype=np.int32)
-    return Columns(lengths.vision_units, lengths.llm_tokens, squared, units)
-
-
 def plan_window(
-    chosen: Int64Array,
-    columns: Columns,
-    share_of: Int32Array,
-    rules: Rules,
-    num_steps: int,
-    rng: np.random.Generator,
+    chosen: Int64Array, spec: PackingSpec, rules: Rules, num_steps: int, rng: np.random.Generator
 ) -> Packs | None:
     """Make the packs of ``num_steps`` steps.
 
     Args:
+        chosen: The samples.
         rng: Decides which packs meet by chance, and which rank gets which pack.
 
     Returns:
         The packs, step after step, those of a step in running order; or None where some would hold too much.
     """
-    samples, shares = _measure(chosen, columns, rules, share_of)
+    samples, shares = _measure(chosen, spec, rules)
     # From here on a sample is its place in ``chosen``; ``_list_packs`` turns places back into samples.
     order, starts = cut_steps(samples, shares, num_steps, rules)
     tables = _deal(samples, order, starts, rules)
@@ -98,52 +68,31 @@ def plan_window(
     return Packs(*_list_packs(tables.samples, tables.packs, chosen, order))
 
 
-@compiled
-def _measure(chosen: Int64Array, columns: Columns, rules: Rules, share_of: Int32Array) -> Any:
+def _measure(chosen: Int64Array, spec: PackingSpec, rules: Rules) -> tuple[Int32Array, Int32Array]:
     """Rows of ``Tables.samples``, and driving loads."""
-    # Rows side by side: an exchange reads all loads of a few samples.
-    further = rules.further
-    samples = np.empty((len(chosen), FURTHER + len(further)), dtype=np.int32)
-    shares = np.empty(len(chosen), dtype=np.int32)
+    lengths = spec.lengths
+    vision, tokens = sizes_of(lengths, spec.limits, chosen, further=True)
     per_unit, per_token, per_squared_token, per_squared_unit = rules.costs
-    # One pass: the lengths of a sample lie anywhere in memory, and are read once.
-    for place in range(len(chosen)):
-        vision, tokens = _sizes_of(chosen[place], columns, rules)
-        for encoder in range(len(further)):
-            units = min(np.int64(columns.further[chosen[place], encoder]), further[encoder, MOST])
-            samples[place, FURTHER + encoder] = min(units * further[encoder, WEIGHT], MOST_LOAD)
-        cost = per_unit * vision + per_token * tokens + per_squared_token * np.float64(tokens) * np.float64(tokens)
-        if len(columns.vision_squared):
-            cost += per_squared_unit * columns.vision_squared[chosen[place]]
-        # Loads are cut to MOST_LOAD: sums of subsets stay within 32 bits, whatever a cost model says.
-        samples[place, NEXT] = NOWHERE
-        samples[place, VISION] = min(vision * rules.vision_weight, MOST_LOAD)
-        samples[place, COST] = np.int64(min(max(cost, -np.float64(MOST_LOAD)), np.float64(MOST_LOAD)))
-        samples[place, TOKENS] = min(tokens * rules.token_weight, MOST_LOAD)
-        shares[place] = share_of[tokens if rules.by_tokens else vision]
-    return samples, shares
+    cost = per_unit * vision + per_token * tokens + per_squared_token * tokens.astype(np.float64) * tokens
+    if lengths.vision_squared is not None:
+        cost += per_squared_unit * lengths.vision_squared[chosen]
+    # Rows side by side: an exchange reads all loads of a few samples.
+    samples = np.empty((len(chosen), FURTHER + len(rules.further)), dtype=np.int32)
+    # Loads are cut to MOST_LOAD: sums of subsets stay within 32 bits, whatever a cost model says.
+    samples[:, NEXT] = NOWHERE
+    samples[:, VISION] = np.minimum(vision * rules.vision_weight, MOST_LOAD)
+    samples[:, COST] = np.clip(cost, -MOST_LOAD, MOST_LOAD)
+    samples[:, TOKENS] = np.minimum(tokens * rules.token_weight, MOST_LOAD)
+    for encoder, (units, row) in enumerate(zip(lengths.further_units().values(), rules.further, strict=True)):
+        loads = np.minimum(units[chosen].astype(np.int64), row[MOST]) * row[WEIGHT]
+        samples[:, FURTHER + encoder] = np.minimum(loads, MOST_LOAD)
+    return samples, rules.share_of[tokens if rules.by_tokens else vision]
 
 
-@compiled_part
-def _sizes_of(sample: int, columns: Columns, rules: Rules) -> Any:
-    """Vision units and tokens, at least one token; both limits for a sample over one: nothing fits beside it."""
-    vision, tokens = np.int64(columns.vision_units[sample]), np.int64(columns.llm_tokens[sample])
-    over = vision > rules.most_vision or tokens > rules.most_tokens
-    for encoder in range(len(rules.further)):
-        over |= columns.further[sample, encoder] > rules.further[encoder, MOST]
-    if over:
-        return np.int64(rules.most_vision), np.int64(rules.most_tokens)
-    return vision, max(tokens, np.int64(1))
-
-
-@compiled
-def driving_loads(chosen: Int64Array, columns: Columns, rules: Rules, share_of: Int32Array) -> Any:
+def driving_loads(chosen: Int64Array, spec: PackingSpec, rules: Rules) -> Int32Array:
     """The driving load of each sample."""
-    shares = np.empty(len(chosen), dtype=np.int32)
-    for place in range(len(chosen)):
-        vision, tokens = _sizes_of(chosen[place], columns, rules)
-        shares[place] = share_of[tokens if rules.by_tokens else vision]
-    return shares
+    vision, tokens = sizes_of(spec.lengths, spec.limits, chosen, further=True)
+    return rules.share_of[tokens if rules.by_tokens else vision]
 
 
 @compiled
@@ -179,7 +128,10 @@ def cut_steps(samples: Int32Array, shares: Int32Array, num_steps: int, rules: Ru
             if rules.whole_vision:
                 # Vision load from here to the nearest multiple of the ranks; where vision drives, the share says it.
                 whole = rules.num_replicas * rules.vision_weight
-                odd: Any = whole // 2 - (samples[order[begin:end], VISION].sum() + whole // 2) % whole
+                vision = np.int64(0)
+                for place in range(begin, end):
+                    vision += samples[order[place], VISION]
+                odd: Any = whole // 2 - (vision + whole // 2) % whole
                 odd *= rules.share_unit == 1 and abs(odd) <= REACH * rules.vision_weight
                 more, end = _trim(samples, shares, order, begin, end, most, due - drawn, odd, rules)
                 drawn += more
@@ -236,46 +188,37 @@ def _deal(samples: Int32Array, order: Int64Array, starts: Int64Array, rules: Rul
     """Deal the samples of every step to its packs."""
     num_steps, number = len(starts) - 1, len(samples)
     # Packs hold sums of any number of samples, in 64 bits. Samples' loads have 32: a processor compares eight at once.
-    num_further = len(rules.further)
-    packs = np.zeros((num_steps * rules.step_packs, FURTHER_PACK + 2 * num_further), dtype=np.int64)
+    packs = np.zeros((num_steps * rules.step_packs, FURTHER_PACK + 2 * len(rules.further)), dtype=np.int64)
     packs[:, FIRST] = NOWHERE
     packs[:, VISION_ROOM] = rules.most_vision * rules.vision_weight
     packs[:, TOKEN_ROOM] = rules.most_tokens * rules.token_weight
     packs[:, FURTHER_PACK + 1 :: 2] = rules.further[:, MOST] * rules.further[:, WEIGHT]
-    tables = Tables(
-        samples, packs, count_mixes(samples, order, starts), np.zeros(num_steps, dtype=np.int64),
-        np.empty(len(packs), dtype=np.int64), np.empty(len(packs), dtype=np.int64),
-        np.zeros((2, VISION_SUM + samples.shape[1] - VISION, MOST_SUBSETS), dtype=np.int32),
-        Further(
-            np.zeros((num_steps, num_further), dtype=np.int64), np.zeros((num_further, OTHER_OVER + 1), dtype=np.int64),
-            np.zeros(MOST_SUBSETS, dtype=np.int32),
-        ),
-    )  # fmt: skip
+    tables = Tables.of(samples, packs, *count_mixes(samples, order, starts))
     # Step, size from large to small, place in one number each: no two are equal, so that every machine sorts alike.
     step, size = np.repeat(np.arange(num_steps), np.diff(starts)), samples[order, VISION] + samples[order, COST]
     size += samples[order, FURTHER:].sum(axis=1, dtype=np.int32)
     keys = (((step << SIZE_BITS) - size) << PLACE_BITS) + np.arange(number)
-    deal_samples(tables, order[np.argsort(keys)], starts, rules)
+    _deal_samples(tables, order[np.argsort(keys)], starts, rules.step_packs)
     return tables
 
 
 @compiled
-def deal_samples(tables: Tables, by_size: Int64Array, starts: Int64Array, rules: Rules) -> None:
+def _deal_samples(tables: Tables, by_size: Int64Array, starts: Int64Array, step_packs: int) -> None:
     """Deal each step's samples in rounds, largest first: the largest of a round to the pack that holds least so far.
 
     Args:
-        tables: Packs without samples; changed in place. ``OVER_MEAN`` counts from 0 until ``center`` sets the means.
+        tables: Packs without samples; changed in place. Loads above the mean count from 0 until ``center``.
     """
-    samples, packs, order = tables.samples, tables.packs, tables.scratch_packs
+    samples, packs, order = tables.samples, tables.packs, tables.order
     for step in range(len(starts) - 1):
-        begin = step * rules.step_packs
-        number, dealt = rules.step_packs, 0  # packs of this round, and how many of them have got a sample
+        begin = step * step_packs
+        number, dealt = step_packs, 0  # packs of this round, and how many of them have got a sample
         for place in range(number):
             order[place] = begin + place
         for place in range(starts[step], starts[step + 1]):
             if dealt == number:  # a new round: the lightest packs come first, and full ones get no company
-                number, dealt = open_packs(packs, begin, rules.step_packs, order), 0
-                sort_packs(packs, order, tables.scratch_weights, number, ALL_LOADS)
+                number, dealt = open_packs(packs, begin, step_packs, order), 0
+                sort_packs(packs, order, tables.weights, number, ALL_LOADS)
             sample, pack = by_size[place], order[dealt]
             dealt += 1
             prepend(samples, packs, pack, sample)
@@ -284,7 +227,7 @@ def deal_samples(tables: Tables, by_size: Int64Array, starts: Int64Array, rules:
             packs[pack, COST_OVER_MEAN] += samples[sample, COST]
             packs[pack, VISION_ROOM] -= samples[sample, VISION]
             packs[pack, TOKEN_ROOM] -= samples[sample, TOKENS]
-            for encoder in range(len(rules.further)):
+            for encoder in range(samples.shape[1] - FURTHER):
                 packs[pack, FURTHER_PACK + 2 * encoder] += samples[sample, FURTHER + encoder]
                 packs[pack, FURTHER_PACK + 2 * encoder + 1] -= samples[sample, FURTHER + encoder]
 

@@ -11,16 +11,15 @@ from omnibal.data.balance.tables import (
     COUNT,
     FIRST,
     MIX,
-    MOST_SUBSETS,
     NEXT,
     NOWHERE,
+    PRECISION,
+    SHARE,
     TOKEN_ROOM,
-    TOKEN_SUM,
     TOKENS,
     VISION,
     VISION_OVER_MEAN,
     VISION_ROOM,
-    Mixes,
     Tables,
 )  # fmt: skip
 
@@ -32,7 +31,7 @@ def make_rules(step_packs, *, limits=(1 << 20, 1 << 20), group_steps=1, toleranc
         step_packs=step_packs, num_replicas=step_packs, group_steps=group_steps, most_vision=limits[0],
         most_tokens=limits[1], vision_weight=1, token_weight=1, costs=(0.0, 1.0, 0.0, 0.0),
         vision_tolerance=tolerance, by_tokens=False, most_share=1 << 30, share_unit=1, whole_vision=False,
-        repair_first=repair_first, effort=Effort(**effort),
+        repair_first=repair_first, effort=Effort(**effort), share_of=np.zeros(1, dtype=np.int32),
     )  # fmt: skip
 
 
@@ -53,22 +52,18 @@ def make_window(loads, members, rules, *, targets=None, mixes=None):
     steps = [
         list(chain(*members[begin : begin + rules.step_packs])) for begin in range(0, len(members), rules.step_packs)
     ]
-    counts, usual = np.array([bits[step].sum(axis=0, dtype=float) for step in steps]), bits[:, :-1].mean(axis=0)
-    precision = 1 / np.maximum(usual * (1 - usual), 1e-9)
-    window = Tables(
-        samples, packs,
-        Mixes(counts, usual, precision, deviation_of(counts, usual, precision), np.zeros(thresholds + 1, np.int64)),
-        np.zeros(len(steps), dtype=np.int64),
-        *np.empty((2, max(len(packs), rules.step_packs)), dtype=np.int64),
-        np.zeros((2, TOKEN_SUM + 1, MOST_SUBSETS), dtype=np.int32),
-    )  # fmt: skip
+    counts, share = np.array([bits[step].sum(axis=0, dtype=float) for step in steps]), bits[:, :-1].mean(axis=0)
+    precision = 1 / np.maximum(share * (1 - share), 1e-9)
+    usual = np.zeros((3, thresholds + 1))
+    usual[SHARE, :-1], usual[PRECISION, :-1] = share, precision
+    window = Tables.of(samples, packs, np.column_stack([counts, deviation_of(counts, usual)]), usual)
     packs[:, COUNT:] = rows_of(window, rules, targets)
     return window
 
 
-def deviation_of(counts, usual, precision):
+def deviation_of(counts, usual):
     """Of every step: squared deviations of its counts from the usual ones, each over a sample's variance."""
-    return ((counts[:, :-1] - counts[:, -1:] * usual) ** 2 * precision).sum(axis=1)
+    return ((counts[:, :-1] - counts[:, -1:] * usual[SHARE, :-1]) ** 2 * usual[PRECISION, :-1]).sum(axis=1)
 
 
 def rows_of(window, rules, targets=None):
@@ -100,8 +95,8 @@ def check_window(window, rules, targets=None):
     members = members_of(window)
     assert sorted(sample for pack in members for sample in pack) == list(range(len(window.samples)))
     assert window.packs[:, COUNT:].tolist() == rows_of(window, rules, targets).tolist()
-    counts, expected_share, inverse_variance, deviation, _ = window.mixes
-    np.testing.assert_allclose(deviation, deviation_of(counts, expected_share, inverse_variance), rtol=1e-9, atol=1e-9)
+    counts, deviation = window.mixes[:, :-1], window.mixes[:, -1]
+    np.testing.assert_allclose(deviation, deviation_of(counts, window.usual), rtol=1e-9, atol=1e-9)
     columns = counts.shape[1]
     for step, row in enumerate(counts):
         mine = list(chain(*members[step * rules.step_packs : (step + 1) * rules.step_packs]))

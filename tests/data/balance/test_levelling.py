@@ -104,6 +104,6 @@ def test_others_are_levelled_beside_a_sample_that_fills_its_pack():
     center(window, rules, True, True)
     assert window.packs[:, 2].tolist() == [20, 10, -10]
     assert window.packs[:, 3].tolist() == [1200 << 10, 400 << 10, -400 << 10]
-    assert window.free_vision.tolist() == [20]
+    assert window.free.tolist() == [[20]]
     level_parts(window, rules, 3, 4, False)
     assert sorted(map(sorted, members_of(window))) == [[0], [1], [2, 3, 4]]  # costs of 900 and 700, units of 30 and 30

@@ -9,7 +9,6 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.packing_spec import PackingSpec, Ranks
 from omnibal.data.packs import Packs
 from omnibal.errors import ConfigError
-from omnibal.feeds.epoch_steps import EpochSteps
 
 LENGTHS = SampleLengths(np.arange(200) % 7, np.arange(200) % 11)
 
@@ -38,8 +37,7 @@ def stream(windows, *, begun_by, ranks, packs_done=0, split=True):
     spec = PackingSpec(
         LENGTHS.take(np.arange(num_samples)), PackLimits(6, 10), method="balanced" if split else "random"
     )
-    epoch = Epoch(arrangement, 0, begun_by)
-    return EpochSteps(spec, epoch, ranks, packs_done=packs_done), arrangement
+    return Epoch(spec, arrangement, 0, ranks, begun_by=begun_by, packs_done=packs_done), arrangement
 
 
 def rows(step):
