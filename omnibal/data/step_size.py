@@ -28,7 +28,7 @@ from omnibal.data.limit_search import (
 )
 from omnibal.data.limits import MOST, PackLimits, largest_limits, largest_load
 from omnibal.data.metrics import min_packs
-from omnibal.data.packing_spec import DEFAULT_COST
+from omnibal.data.packing_spec import PackingSpec
 from omnibal.errors import InfeasibleError
 
 # Of ``fit_step``. Each stage looks closer at fewer pairs: a bound on packs, a part packed, the epoch planned.
@@ -314,7 +314,7 @@ def samples_made(lengths: SampleLengths, limits: PackLimits, packs: int, *, num_
     With ``num_samples`` the epoch has a whole number of steps; without, it is taken to be long.
     """
     count = num_samples or EPOCH
-    demand = survey(_surveyed(lengths), limits, DEFAULT_COST, samples=None, drawn=None)._replace(num_samples=count)
+    demand = survey(PackingSpec(_surveyed(lengths), limits))._replace(num_samples=count)
     steps = demand.packs_needed(blocks_of(count), min(count, WINDOW)) / packs
     return count / (steps if num_samples is None else max(math.ceil(steps), 1))
 
