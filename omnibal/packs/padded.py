@@ -49,7 +49,7 @@ class PaddedSampler(PackSampler):
 
     def packs_of_step(self, step: int) -> Packs:
         """The batches of a step, in the order of ``packs_of_all_ranks``."""
-        samples = self.step(step).packs.samples
+        samples = self.step_packs(step).samples
         dealt = deal_padded(samples, self.lengths, self._most, self.num_replicas * self.micro_batches)
         # Rows of the grid are micro-batches, which ranks run at the same time: each row gets batches with about as many
         # images. Every second row is turned round, so that over the step no rank gets more images than others.
