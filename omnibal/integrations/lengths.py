@@ -1,5 +1,6 @@
 """Lengths of a dataset: ranks measure them together, keep them on disk and compare them with the data at each start."""
 
+from collections.abc import Mapping
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from pathlib import Path
@@ -12,10 +13,11 @@ from torch.utils.data import ConcatDataset
 from omnibal.data.kinds import in_full
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import DataError, said
+from omnibal.feeds.sources import is_indexed
 from omnibal.formats.measured import Found, Items, lengths_of, survey
 from omnibal.formats.rows import Problem
 from omnibal.packs.loading import Dataset, PlannedLoads
-from omnibal.ranks import gather, place, run_on_all_ranks
+from omnibal.ranks import check_same, gather, place, run_on_all_ranks
 
 CHECKED_SAMPLES: Final = 16  # that each rank reads again before training, to check the stored lengths
 COLUMNS: Final = ("vision_units", "llm_tokens", "target_tokens", "video_units", "sound_units")  # as collators measure
@@ -37,13 +39,44 @@ def samples_to_check(lengths: SampleLengths, *, is_known: bool) -> list[int]:
     return [int(sample) for sample in found]
 
 
-def refuse_unlike_sizes(samples: int, num_lengths: int | None) -> None:
-    """Refuse lengths of another dataset, on all ranks alike: no rank may wait for one that has stopped."""
-    for rank, (theirs, their_lengths) in enumerate(gather((samples, num_lengths))):
-        if theirs != samples:
-            raise DataError(f"train_dataset must have as many samples on all ranks, got {theirs} on rank {rank}")
-        if their_lengths not in (None, theirs):
-            raise DataError(f"lengths must be those of the dataset's {theirs} samples, got {their_lengths}")
+def lengths_for(
+    dataset: Any,
+    collator: Any,
+    lengths: SampleLengths | Path | None,
+    *,
+    mixed: bool,
+    saves: bool,
+    num_workers: int,
+) -> SampleLengths:
+    """Lengths of a dataset that are the same on all ranks: given, kept or measured now; all ranks together.
+
+    Args:
+        mixed: Whether lengths must say the source of every sample: by themselves, or the parts of a ``ConcatDataset``.
+        saves: Whether this rank writes to the folder.
+        num_workers: Processes of each rank that read.
+    """
+    if not is_indexed(dataset) or isinstance(dataset, Mapping):  # several streams by name have a length, too
+        raise DataError(
+            f"the dataset must be read by index and have a length, got {type(dataset).__name__}; "
+            "balance_stream(trainer, limits) takes streams, and balanced_stream in loops of your own"
+        )
+    if not len(dataset):
+        raise DataError("the dataset must hold at least one sample, got none")
+    # On all ranks alike: no rank may wait for one that has stopped.
+    for rank, (theirs, given) in enumerate(
+        gather((len(dataset), len(lengths) if isinstance(lengths, SampleLengths) else None))
+    ):
+        if theirs != len(dataset):
+            raise DataError(f"the dataset must have as many samples on all ranks, got {theirs} on rank {rank}")
+        if given not in (None, theirs):
+            raise DataError(f"lengths must be those of the dataset's {theirs} samples, got {given}")
+    if not isinstance(lengths, SampleLengths):
+        lengths = kept_lengths(collator, dataset, lengths, saves=saves, num_workers=num_workers)
+    if mixed and lengths.source is None and isinstance(dataset, ConcatDataset):
+        parts = np.searchsorted(dataset.cumulative_sizes, np.arange(len(lengths)), side="right")
+        lengths = SampleLengths(**lengths.columns(), source=parts, unit_name=lengths.vision_unit)
+    check_same({"lengths": lengths.content_hash})  # before what may fail on one rank alone
+    return lengths
 
 
 def measured(collator: Any, dataset: Dataset, num_workers: int = 0) -> SampleLengths:
@@ -115,11 +148,3 @@ def refuse_other_lengths(collator: Any, dataset: Dataset, lengths: SampleLengths
     except Exception as error:  # as in ``measured``
         problem = DataError(said(error))
     gather(problem)
-
-
-def with_sources(lengths: SampleLengths, dataset: Any) -> SampleLengths:
-    """Lengths that say the source of every sample: by themselves, or the parts of a ``ConcatDataset``."""
-    if lengths.source is not None or not isinstance(dataset, ConcatDataset):
-        return lengths
-    parts = np.searchsorted(dataset.cumulative_sizes, np.arange(len(lengths)), side="right")
-    return SampleLengths(**lengths.columns(), source=parts, unit_name=lengths.vision_unit)

@@ -20,17 +20,9 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.source_draws import typical_lengths
 from omnibal.data.step_size import fit_step
-from omnibal.errors import ConfigError, DataError, end_in_one_line, reporting
-from omnibal.feeds.sources import is_indexed
+from omnibal.errors import ConfigError, end_in_one_line, reporting
 from omnibal.formats.collate import IGNORED
-from omnibal.integrations.lengths import (
-    LENGTHS,
-    kept_lengths,
-    refuse_other_lengths,
-    refuse_unlike_sizes,
-    samples_to_check,
-    with_sources,
-)
+from omnibal.integrations.lengths import LENGTHS, lengths_for, refuse_other_lengths, samples_to_check
 from omnibal.integrations.trainer.settings import (
     asked_steps,
     data_seed,
@@ -201,28 +193,28 @@ def balanced_loader(
     if padded and model is not None:
         raise ConfigError("model must be None where batches are padded, got one; it is there to check packs")
     collator_of = _collator_of(collate, model, measure)
-    lengths = _lengths_of(dataset, collator_of(), lengths, mixture, options.get("num_workers", 0))
+    reads = {"saves": place()[0] == 0, "num_workers": options.get("num_workers", 0)}
+    lengths = lengths_for(dataset, collator_of(), lengths, mixed=mixture is not None, **reads)
     limits.refuse_none(lengths)
     if model is not None:
         refuse_long_rows(model, limits)
     if weigh_tokens and lengths.target_tokens is None:
         raise ConfigError("lengths must have target_tokens for an exact loss, got none")
-    if not absorb_other_lengths:
-        refuse_other_lengths(collator_of(), dataset, lengths)
-    rank, num_ranks = place() if mesh is None else (mesh.get_local_rank(), mesh.size())
-    # A filler costs little, and no host then needs to know about parameters without gradients.
-    sampler = (PaddedSampler if padded else PackSampler)(
+    rank, num_ranks = _ranks_of(mesh)
+    sampler, collator = plan_packs(
+        dataset,
+        collator_of,
         lengths,
         limits,
+        padded=padded,
+        check_lengths=not absorb_other_lengths,
         num_replicas=num_ranks,
         rank=rank,
         micro_batches=micro_batches,
         seed=seed,
-        image_in_every_pack=True,
+        image_in_every_pack=True,  # a filler costs little, and no host need know of parameters without gradients
         mixture=mixture,
     )
-    sampler.verify(gather)
-    collator: Any = collator_of(lengths, absorb=absorb_other_lengths)
     if model is not None:
         config: Any = model.config
         samples = samples_to_check(lengths, is_known=config.model_type in FAMILIES)
@@ -231,6 +223,27 @@ def balanced_loader(
     loader = PackLoader(view, batch_sampler=sampler, collate_fn=collator, **options)
     loader.weighs_tokens = weigh_tokens
     return loader
+
+
+def plan_packs(
+    dataset: Any,
+    collator_of: Callable[..., Any],
+    lengths: SampleLengths,
+    limits: PackLimits,
+    *,
+    padded: bool,
+    check_lengths: bool,
+    **options: Any,
+) -> tuple[PackSampler, Any]:
+    """The sampler of a dataset's packs, and their collator, which holds samples to their lengths; all ranks together.
+
+    ``options`` are those of a ``PackSampler``.
+    """
+    sampler = (PaddedSampler if padded else PackSampler)(lengths, limits, **options)
+    sampler.verify(gather)
+    if check_lengths:
+        refuse_other_lengths(collator_of(), dataset, lengths)
+    return sampler, collator_of(lengths=lengths, absorb=not check_lengths)
 
 
 def _collator_of(
@@ -242,23 +255,9 @@ def _collator_of(
     return partial(PackCollator, collate, positions_of(model.config), arguments=arguments_of(model))
 
 
-def _lengths_of(
-    dataset: Dataset,
-    collator: Any,
-    lengths: SampleLengths | Path | None,
-    mixture: Mixture | Mapping[str, Any] | None,
-    num_workers: int,
-) -> SampleLengths:
-    """Lengths of a dataset, given, kept or measured, with the sources of a mixture."""
-    if not is_indexed(dataset):
-        found = type(dataset).__name__
-        raise DataError(f"dataset must be read by index and have a length, got {found}; balanced_stream packs streams")
-    if not len(dataset):
-        raise DataError("dataset must hold at least one sample, got none")
-    refuse_unlike_sizes(len(dataset), len(lengths) if isinstance(lengths, SampleLengths) else None)
-    if not isinstance(lengths, SampleLengths):
-        lengths = kept_lengths(collator, dataset, lengths, saves=place()[0] == 0, num_workers=num_workers)
-    return lengths if mixture is None else with_sources(lengths, dataset)
+def _ranks_of(mesh: "DeviceMesh | None") -> tuple[int, int]:
+    """This process's data-parallel rank, and how many there are."""
+    return place() if mesh is None else (mesh.get_local_rank(), mesh.size())
 
 
 def replace_loader(
@@ -288,14 +287,14 @@ def replace_loader(
         ConfigError: The trainer's settings do not allow packs.
     """
     end_in_one_line()
-    args, model, mixture = trainer.args, options.get("model"), options.get("mixture")
+    args, mixture = trainer.args, options.get("mixture")
     refuse_values(args, of_loader=True)
-    mesh, workers = options.get("mesh"), args.dataloader_num_workers
-    _, num_ranks = place() if mesh is None else (mesh.get_local_rank(), mesh.size())
+    workers, (_, num_ranks) = args.dataloader_num_workers, _ranks_of(options.get("mesh"))
     asked = asked_steps(trainer, num_ranks, samples_per_step, limits)
-    collator = _collator_of(trainer.data_collator, model, options.get("measure", item_loads))()
+    collator = _collator_of(trainer.data_collator, options.get("model"), options.get("measure", item_loads))()
     kept = options.pop("lengths", Path(args.output_dir) / LENGTHS)
-    lengths = _lengths_of(trainer.train_dataset, collator, kept, mixture, workers)
+    reads = {"saves": place()[0] == 0, "num_workers": workers}
+    lengths = lengths_for(trainer.train_dataset, collator, kept, mixed=mixture is not None, **reads)
     limits.refuse_none(lengths)
     size = fit_step(
         typical_lengths(lengths, None if mixture is None else Mixture.of(mixture)),

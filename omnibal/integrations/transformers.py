@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from omnibal.advise.wait import phase_costs
@@ -18,16 +17,9 @@ from omnibal.data.mixture import Mixture
 from omnibal.data.packing_spec import Oversized
 from omnibal.data.source_draws import typical_lengths
 from omnibal.data.step_size import fit_step
-from omnibal.errors import ConfigError, DataError, end_in_one_line, reporting
-from omnibal.integrations.lengths import (
-    LENGTHS,
-    kept_lengths,
-    refuse_other_lengths,
-    refuse_unlike_sizes,
-    samples_to_check,
-    with_sources,
-)
-from omnibal.integrations.loops import PackLoader
+from omnibal.errors import ConfigError, end_in_one_line, reporting
+from omnibal.integrations.lengths import LENGTHS, lengths_for, samples_to_check
+from omnibal.integrations.loops import PackLoader, plan_packs
 from omnibal.integrations.trainer.calibration import CalibratesCosts, measured_before
 from omnibal.integrations.trainer.hooks import EndsWhenAsked, PacksCallback, add_recipe, check_model, worker_options
 from omnibal.integrations.trainer.loss import ExactEvaluation, StepLoss
@@ -59,10 +51,10 @@ from omnibal.packs.collator import (
 from omnibal.packs.encoders import encode_in_every_evaluation
 from omnibal.packs.loading import PackedView, PackSampler
 from omnibal.packs.losses import Reduction
-from omnibal.packs.padded import PaddedCollator, PaddedSampler
+from omnibal.packs.padded import PaddedCollator
 from omnibal.packs.row_lengths import longest_row, refuse_long_rows
 from omnibal.profile.records import ModelProfile
-from omnibal.ranks import check_same, gather, watch
+from omnibal.ranks import gather, watch
 
 PlannedCollator = PackCollator | PaddedCollator
 
@@ -126,12 +118,19 @@ def balance(
     _begin(trainer)
     # Settings: what a step holds of which samples.
     loss, mixture = StepLoss(trainer, loss_reduction), None if mixture is None else Mixture.of(mixture)
-    dataset, model, layout = _indexed(trainer.train_dataset), model_of(trainer), layout_of(trainer)
+    args, dataset, model, layout = trainer.args, trainer.train_dataset, model_of(trainer), layout_of(trainer)
     rank, num_replicas = replicas_of(trainer)
     asked = asked_steps(trainer, num_replicas, samples_per_step, limits)
     # Lengths: given, kept, or measured now.
     collator_of = _collator_of(model, trainer.data_collator, padded=padded)
-    lengths = _lengths(trainer, collator_of(), lengths, mixture)
+    lengths = lengths_for(
+        dataset,
+        collator_of(),
+        Path(str(args.output_dir)) / LENGTHS if lengths is None else lengths,
+        mixed=mixture is not None,
+        saves=args.should_save,
+        num_workers=args.dataloader_num_workers,
+    )
     refuse_missing_kinds(trainer, lengths)
     # Limits: those given, or the ones under which a step holds what was asked.
     if limits is not None:
@@ -153,9 +152,13 @@ def balance(
         memory=None if memory_gib is None or limits is not None else memory_of(trainer, profile, memory_gib),
     )
     # Sampler: the same packs on all ranks, each of which takes its own.
-    sampler = (PaddedSampler if padded else PackSampler)(
+    sampler, collator = plan_packs(
+        dataset,
+        collator_of,
         lengths,
         size.limits,
+        padded=padded,
+        check_lengths=check_lengths,
         num_replicas=num_replicas,
         rank=rank,
         micro_batches=size.micro_batches,
@@ -163,12 +166,8 @@ def balance(
         image_in_every_pack=wants_all_gradients(trainer),
         mixture=mixture,
     )
-    sampler.verify(gather)
-    if check_lengths:
-        refuse_other_lengths(collator_of(), dataset, lengths)
     # Loader, and what is logged, checked and kept in checkpoints.
     set_micro_batches(trainer, size.micro_batches)
-    collator = collator_of(lengths=lengths, absorb=not check_lengths)
     vars(trainer)["get_train_dataloader"] = partial(_loader, trainer, dataset, sampler, collator)
     costs = None if profile is None else phase_costs(profile, recompute=recompute_of(trainer))
     packs = PacksCallback(trainer, sampler, costs, layout, partial(_check, trainer, dataset, sampler, collator))
@@ -254,38 +253,10 @@ def _begin(trainer: Trainer) -> None:
             encode_in_every_evaluation(without_adapters(model_of(trainer)))
 
 
-def _indexed(dataset: Any) -> Any:
-    """The training dataset, refused unless it is read by index."""
-    # Several streams by name have a length, too.
-    if not hasattr(dataset, "__len__") or isinstance(dataset, Mapping | IterableDataset):
-        raise DataError(
-            f"train_dataset must be read by index and have a length, got {type(dataset).__name__}; "
-            "balance_stream(trainer, limits) takes streams"
-        )
-    if not len(dataset):
-        raise DataError("train_dataset must hold at least one sample, got none")
-    return dataset
-
-
 def _collator_of(model: Any, collate: Collator, *, padded: bool) -> Callable[..., PlannedCollator]:
     """Makes a collator of packs from the trainer's own, for the lengths that packs were planned with."""
     kind = PaddedCollator if padded else partial(PackCollator, positions=positions_of(model.config))
     return partial(kind, collate=collate, arguments=arguments_of(model))
-
-
-def _lengths(
-    trainer: Trainer, collator: PlannedCollator, lengths: SampleLengths | None, mixture: Mixture | None
-) -> SampleLengths:
-    """Lengths of the training dataset that are the same on all ranks: given, kept, or measured now."""
-    args, dataset = trainer.args, cast(Any, trainer.train_dataset)
-    refuse_unlike_sizes(len(dataset), None if lengths is None else len(lengths))
-    if lengths is None:
-        options = {"saves": args.should_save, "num_workers": args.dataloader_num_workers}
-        lengths = kept_lengths(collator, dataset, Path(str(args.output_dir)) / LENGTHS, **options)
-    if mixture is not None:
-        lengths = with_sources(lengths, dataset)
-    check_same({"lengths": lengths.content_hash})  # before what may fail on one rank alone
-    return lengths
 
 
 def _profile(trainer: Trainer) -> ModelProfile | None:

@@ -177,7 +177,7 @@ def check_unlike_data(rank):
         loader()
     if rank:
         items.pop()
-    with pytest.raises(DataError, match="train_dataset must have as many samples on all ranks"):
+    with pytest.raises(DataError, match="the dataset must have as many samples on all ranks"):
         loader()
 
 

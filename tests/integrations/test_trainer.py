@@ -282,7 +282,7 @@ def check_unlike_data(folder):
         balance(trainer, LIMITS["internvl"])
     if trainer.args.process_index:
         trainer.train_dataset.items.pop()
-    with pytest.raises(DataError, match="train_dataset must have as many samples on all ranks"):
+    with pytest.raises(DataError, match="the dataset must have as many samples on all ranks"):
         balance(trainer, LIMITS["internvl"])
 
 
@@ -946,8 +946,8 @@ def with_video(items):
             DataError,
             "rank 0: sample 0: data_collator must leave out video_grid_thw .* got .*video_grid_thw",
         ),
-        ({}, {"train_dataset": None}, DataError, "train_dataset must be read by index .*, got NoneType"),
-        ({}, {"train_dataset": []}, DataError, "train_dataset must hold at least one sample, got none"),
+        ({}, {"train_dataset": None}, DataError, "the dataset must be read by index .*, got NoneType"),
+        ({}, {"train_dataset": []}, DataError, "the dataset must hold at least one sample, got none"),
     ],
 )
 def test_what_packs_would_break_is_refused(options, change, error, message, tmp_path):

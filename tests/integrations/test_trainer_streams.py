@@ -204,9 +204,7 @@ def test_balance_says_what_takes_streams(tmp_path):
     trainer = trainer_on_stream(Case("internvl"), tmp_path, max_steps=2)
     for dataset in (trainer.train_dataset, {"a": trainer.train_dataset}, None):
         trainer.train_dataset = dataset
-        with pytest.raises(
-            DataError, match=r"train_dataset must be read by index .*; balance_stream\(trainer, limits\)"
-        ):
+        with pytest.raises(DataError, match=r"the dataset must be read by index .*; balance_stream\(trainer, limits\)"):
             balance(trainer, LIMITS["internvl"])
 
 
