@@ -33,7 +33,6 @@ class Vocabulary:
         return logs.exp_().scatter_(1, targets[:, None], chosen.expm1())
 
     def likeliest(self, logits: Tensor) -> Tensor:
-        """The word with the largest logit of each row."""
         return logits.argmax(-1)
 
 

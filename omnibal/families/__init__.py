@@ -49,7 +49,6 @@ for _family in (
 
 
 def load(module: str) -> None:
-    """Import a module that registers families."""
     try:
         import_module(module)
     except ConfigError:

@@ -1,6 +1,6 @@
 """What a model family says of itself: its pipeline layers, what images bring to it, its names and its text."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -11,11 +11,10 @@ from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar
 from omnibal.errors import ConfigError
 from omnibal.families.cuts import Cut
 
+# A configuration as a dict: ``config.to_dict()`` of a model, ``processor.to_dict()`` of an image processor.
 Config = Mapping[str, Any]
-"""A configuration as a dict: ``config.to_dict()`` of a model, ``processor.to_dict()`` of an image processor."""
 Module = Literal["sound", "vision", "projector", "language"]
-WINDOWS: Final = "windows"
-"""What the first encoder counts where a model hears and does not see."""
+WINDOWS: Final = "windows"  # what the first encoder counts if a model hears and does not see
 ONLY: Final = "only:"  # before a kind of layers: this kind alone, where others have its common name
 # Sizes of a layer under LoRA: parameters of its adapters, which "parameters" counts too; their ranks, added up; and the
 # widths of what dropout makes for each of them, nothing without dropout.
@@ -60,8 +59,6 @@ def encoder_layers(layers: Iterable[Layer]) -> int:
 
 
 class TrainedCount(NamedTuple):
-    """How many parameters are trained, of how many."""
-
     trained: int
     parameters: int
 
@@ -105,6 +102,11 @@ class LayerRecord:
         return TrainedCount(self.trainable_parameters(frozen), self.sizes["parameters"])
 
 
+def numbered(kind: str, module: Module, sizes: Iterable[Mapping[str, int]]) -> Iterator[LayerRecord]:
+    """A record ``kind.number`` for each entry of ``sizes``."""
+    return (LayerRecord(f"{kind}.{i}", kind, own, module=module) for i, own in enumerate(sizes))
+
+
 def vision_unit_of(layers: Iterable[Layer]) -> str:
     """What the first encoder counts: ``"tiles"``, ``"patches"``, or ``"vision units"`` if none says.
 
@@ -118,16 +120,14 @@ def vision_unit_of(layers: Iterable[Layer]) -> str:
 
 
 class ImageLoad(NamedTuple):
-    """What one image brings."""
-
     vision_units: int  # tiles; patches in a native-resolution ViT
     llm_tokens: int  # tokens that stand for it in the LLM, brackets not counted
     vision_squared: int = 0  # square of its patches in a native-resolution ViT, whose attention covers the image
 
 
 Size = tuple[int, int]  # (width, height) of an image in pixels, both at least 1
+# From the sizes of a sample's images to what each brings; a ValueError says why the model refuses such an image.
 ImageRule = Callable[[Sequence[Size]], tuple[ImageLoad, ...]]
-"""From the sizes of a sample's images to what each brings; a ValueError says why the model refuses such an image."""
 
 
 def each(rule: Callable[..., ImageLoad], *facts: Any) -> ImageRule:
@@ -149,8 +149,6 @@ class VideoHeader(NamedTuple):
 
 
 class VideoLoad(NamedTuple):
-    """What one video brings."""
-
     numbers: Sequence[int]  # frames that are sampled, ascending
     grid: tuple[int, int, int]  # temporal slices, rows and columns of patches
     runs: tuple[int, ...]  # LLM tokens of each run that stands for patches of the video
@@ -158,7 +156,6 @@ class VideoLoad(NamedTuple):
 
     @property
     def vision_units(self) -> int:
-        """Patches."""
         return prod(self.grid)
 
     @property
@@ -173,31 +170,25 @@ class VideoLoad(NamedTuple):
         return slices * (rows * columns) ** 2
 
 
+# From a video's header to what the video brings; a ValueError says why the model refuses such a video.
 VideoRule = Callable[[VideoHeader], VideoLoad]
-"""From a video's header to what the video brings; a ValueError says why the model refuses such a video."""
 
 
 class SoundHeader(NamedTuple):
     """What a file says of a sound without decoding it."""
 
-    samples: int
-    """Samples of one channel."""
-    rate: int
-    """Samples a second."""
+    samples: int  # of one channel
+    rate: int  # samples a second
 
 
 class SoundLoad(NamedTuple):
-    """What one sound brings."""
-
-    vision_units: int
-    """Windows of a model that hears alone, each as long as the longest sound; 0 beside a ViT."""
-    sound_units: int
-    """Positions of an encoder beside a ViT, or 0."""
+    vision_units: int  # windows of a model that hears alone, each as long as the longest sound; 0 beside a ViT
+    sound_units: int  # positions of an encoder beside a ViT, or 0
     llm_tokens: int
 
 
+# From a sound's header to what the sound brings; a ValueError says why the model refuses such a sound.
 SoundRule = Callable[[SoundHeader], SoundLoad]
-"""From a sound's header to what the sound brings; a ValueError says why the model refuses such a sound."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from omnibal.families.base import (
     ImageRule,
     LayerRecord,
     each,
+    numbered,
     section,
     size,
     size_pair,
@@ -38,18 +39,14 @@ def layer_records(config: Mapping[str, Any]) -> tuple[LayerRecord, ...]:
     and ``tokens_per_tile`` (patches and CLS) of the ViT; ``shuffled`` (width into the projector),
     ``image_tokens_per_tile`` (what a tile brings to the language model); ``parameters``.
     """
-    _refuse_unusual_features(config)
-    vision, text = section(config, "vision_config"), section(config, "text_config")
-    tied = bool(config.get("tie_word_embeddings", True))  # the top level decides, as in transformers
-    return (*_vision_records(config, vision, size(text, "hidden_size")), *text_records(text, tied=tied))
-
-
-def _refuse_unusual_features(config: Mapping[str, Any]) -> None:
     layer, strategy = config.get("vision_feature_layer", -1), config.get("vision_feature_select_strategy", "default")
     if layer != -1:
         raise ConfigError(f"vision_feature_layer must be -1 (the last ViT block), got {layer!r}")
     if strategy != "default":
         raise ConfigError(f"vision_feature_select_strategy must be 'default' (CLS is dropped), got {strategy!r}")
+    vision, text = section(config, "vision_config"), section(config, "text_config")
+    tied = bool(config.get("tie_word_embeddings", True))  # the top level decides, as in transformers
+    return (*_vision_records(config, vision, size(text, "hidden_size")), *text_records(text, tied=tied))
 
 
 def _vision_records(config: Mapping[str, Any], vision: Mapping[str, Any], text_hidden: int) -> list[LayerRecord]:
@@ -61,23 +58,17 @@ def _vision_records(config: Mapping[str, Any], vision: Mapping[str, Any], text_h
     blocks = [block] * size(vision, "num_hidden_layers")
     if not vision.get("use_mean_pooling", True):
         blocks[-1] = block | {"final_norms": 1, "parameters": block["parameters"] + 2 * hidden}
+    embedding = _embedding_sizes(vision, hidden, counts) | counts
+    projector = counts | {
+        "shuffled": shuffled,
+        "hidden": text_hidden,
+        "image_tokens_per_tile": rows * columns // shuffle**2,
+        "parameters": 2 * shuffled + (shuffled + 1 + text_hidden + 1) * text_hidden,
+    }
     return [
-        LayerRecord(
-            "patch_embedding", "patch_embedding", _embedding_sizes(vision, hidden, counts) | counts, module="vision"
-        ),
-        *(LayerRecord(f"vision_block.{i}", "vision_block", sizes, module="vision") for i, sizes in enumerate(blocks)),
-        LayerRecord(
-            "projector",
-            "projector",
-            counts
-            | {
-                "shuffled": shuffled,
-                "hidden": text_hidden,
-                "image_tokens_per_tile": rows * columns // shuffle**2,
-                "parameters": 2 * shuffled + (shuffled + 1 + text_hidden + 1) * text_hidden,
-            },
-            module="projector",
-        ),
+        LayerRecord("patch_embedding", "patch_embedding", embedding, module="vision"),
+        *numbered("vision_block", "vision", blocks),
+        LayerRecord("projector", "projector", projector, module="projector"),
     ]
 
 
@@ -181,7 +172,6 @@ def tile_limits(preprocessor: Config, max_tiles: int | None, min_tiles: int | No
 
 
 def image_rule(config: Config, preprocessor: Config) -> ImageRule:
-    """Tiles of an image, each with as many tokens."""
     vision = section(config, "vision_config")
     tile, patch = size_pair(vision, "image_size"), size_pair(vision, "patch_size")
     cut = square(preprocessor, "size")

@@ -45,7 +45,6 @@ def either_ties(config: Config) -> bool:
 
 
 def image_rule(config: Config, preprocessor: Config) -> ImageRule:
-    """Every image brings one tile."""
     return each(_fixed, ImageLoad(1, tokens_of_tile(config, tile_size(config, preprocessor))))
 
 
@@ -79,8 +78,6 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True)
 class Canvases:
-    """What images are fitted to and cut into."""
-
     resolutions: tuple[Resolution, ...]  # the canvases to choose from, at least one
     tile: int  # side of a tile in pixels
     side: int  # patches along it

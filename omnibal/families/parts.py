@@ -1,10 +1,10 @@
 """Layers that families share: language models, CLIP and SigLIP over fixed tiles, and the projector behind them."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omnibal.errors import ConfigError
-from omnibal.families.base import Config, LayerRecord, section, size, square
+from omnibal.families.base import Config, LayerRecord, numbered, section, size, square
 from omnibal.families.cuts import Cut
 
 # From values of ``text_config.model_type`` with plain decoder layers to whose layers they have.
@@ -60,17 +60,9 @@ def text_records(config: Mapping[str, Any], *, tied: bool) -> tuple[LayerRecord,
     hidden, vocab = size(config, "hidden_size"), size(config, "vocab_size")
     key = TIED_KEY if tied else None
     ends = {"hidden": hidden, "vocab": vocab, "parameters": hidden * vocab}
-    blocks = size(config, "num_hidden_layers")
-    dense, routed = _block_sizes(config, hidden), _routed_sizes(config, hidden)
-    routed_blocks = _routed_blocks(config, blocks)
     return (
         LayerRecord("text_embedding", "text_embedding", ends, key, module="language"),
-        *(
-            LayerRecord(
-                f"decoder_block.{i}", "decoder_block", routed if i in routed_blocks else dense, module="language"
-            )
-            for i in range(blocks)
-        ),
+        *numbered("decoder_block", "language", _blocks(config, hidden)),
         LayerRecord("final_norm", "final_norm", {"hidden": hidden, "parameters": hidden}, module="language"),
         LayerRecord("head", "head", ends, key, module="language"),
     )
@@ -90,26 +82,20 @@ def _block_sizes(config: Mapping[str, Any], hidden: int) -> dict[str, int]:
     return sizes | {"parameters": _block_parameters(config, sizes)}
 
 
-def _routed_blocks(config: Mapping[str, Any], blocks: int) -> Collection[int]:
-    """Numbers of the decoder blocks that have experts."""
+def _blocks(config: Mapping[str, Any], hidden: int) -> list[dict[str, int]]:
+    """Sizes of the decoder blocks; ``intermediate`` of one whose tokens each go to a few experts is one expert's."""
+    sizes, blocks = _block_sizes(config, hidden), size(config, "num_hidden_layers")
     if config["model_type"] not in WITH_EXPERTS:
-        return ()
-    step, dense = size(config, "decoder_sparse_step", default=1), config.get("mlp_only_layers") or ()
-    return [number for number in range(blocks) if number not in dense and (number + 1) % step == 0]
-
-
-def _routed_sizes(config: Mapping[str, Any], hidden: int) -> dict[str, int]:
-    """Sizes of a block whose tokens each go to a few experts; ``intermediate`` is that of one expert."""
-    if config["model_type"] not in WITH_EXPERTS:
-        return {}
-    sizes = _block_sizes(config, hidden)
+        return [sizes] * blocks
     one = {**sizes, "intermediate": size(config, "moe_intermediate_size")}
     # Published files say num_experts, to_dict() of transformers num_local_experts.
     key = "num_experts" if "num_experts" in config else "num_local_experts"
     experts, active = size(config, key), size(config, "num_experts_per_tok")
     # all experts, and a router without bias
     parameters = _block_parameters(config, one) + ((experts - 1) * 3 * one["intermediate"] + experts) * hidden
-    return {**one, "experts": experts, "active_experts": active, "parameters": parameters}
+    routed = {**one, "experts": experts, "active_experts": active, "parameters": parameters}
+    step, dense = size(config, "decoder_sparse_step", default=1), config.get("mlp_only_layers") or ()
+    return [sizes if number in dense or (number + 1) % step else routed for number in range(blocks)]
 
 
 def _block_parameters(config: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
@@ -147,29 +133,23 @@ def tower_records(config: Config, *, newline: bool) -> tuple[LayerRecord, ...]:
     embedding = (values + counts["tokens_per_tile"] + (3 if has_class_token else 1)) * hidden
     block = counts | block_sizes(hidden, size(vision, "intermediate_size"), vision)
     # Blocks and norms behind the output that is read are not computed, and never get a gradient: no record has them.
-    tokens = patches + _kept_class_tokens(config)
+    weights = (hidden + text_hidden + newline) * text_hidden
+    projector = {
+        "norms": 0,
+        "shuffled": hidden,
+        "hidden": text_hidden,
+        "parameters": weights + (2 * text_hidden if config.get("multimodal_projector_bias", True) else 0),
+        "image_tokens_per_tile": patches + _kept_class_tokens(config),
+    }
+    ends = {"hidden": hidden, "values_per_patch": values, "parameters": embedding}
     return (
-        LayerRecord(
-            "patch_embedding",
-            "patch_embedding",
-            counts | {"hidden": hidden, "values_per_patch": values, "parameters": embedding},
-            module="vision",
-        ),
-        *(
-            LayerRecord(f"vision_block.{i}", "vision_block", block, module="vision")
-            for i in range(read_blocks(config, vision))
-        ),
-        LayerRecord(
-            "projector",
-            "projector",
-            counts | projector_sizes(config, hidden, text_hidden, newline=newline) | {"image_tokens_per_tile": tokens},
-            module="projector",
-        ),
+        LayerRecord("patch_embedding", "patch_embedding", counts | ends, module="vision"),
+        *numbered("vision_block", "vision", [block] * read_blocks(config, vision)),
+        LayerRecord("projector", "projector", counts | projector, module="projector"),
     )
 
 
 def tile_size(config: Config, preprocessor: Config) -> int:
-    """Side of a tile in pixels."""
     cut = square(preprocessor, "crop_size" if preprocessor.get("crop_size") else "size")
     taken = size(section(config, "vision_config"), "image_size", default=cut)
     if cut != taken:
@@ -214,16 +194,4 @@ def block_sizes(hidden: int, intermediate: int, vision: Mapping[str, Any]) -> di
         "residual_scales": 0,
         "kept_in_mlp": 3 if vision.get("hidden_act", "quick_gelu") == "quick_gelu" else 2,
         "parameters": 4 * hidden * (hidden + 1) + 4 * hidden + 2 * hidden * intermediate + intermediate + hidden,
-    }
-
-
-def projector_sizes(config: Config, hidden: int, text_hidden: int, *, newline: bool) -> dict[str, int]:
-    """Sizes of two matrices with an activation between."""
-    biases = 2 * text_hidden if config.get("multimodal_projector_bias", True) else 0
-    weights = (hidden + text_hidden) * text_hidden
-    return {
-        "norms": 0,
-        "shuffled": hidden,
-        "hidden": text_hidden,
-        "parameters": weights + biases + (text_hidden if newline else 0),
     }

@@ -140,8 +140,6 @@ THIRD_VIDEOS = {
 
 
 class VideoSizes(NamedTuple):
-    """What a video processor's configuration says."""
-
     samples: bool
     fps: float | None
     num_frames: int | None

@@ -20,13 +20,14 @@ from omnibal.families.base import (
     SoundHeader,
     SoundLoad,
     SoundRule,
+    numbered,
     section,
     size,
 )
 from omnibal.families.parts import block_sizes, text_records
 
+# transformers' Qwen2-Audio takes a row without two neighbouring tokens of sound for one that is not expanded yet.
 LEAST_TOKENS: Final = 2
-"""transformers' Qwen2-Audio takes a row without two neighbouring tokens of sound for one that is not expanded yet."""
 
 
 def sound_rule(config: Config, extractor: Config) -> SoundRule:
@@ -89,7 +90,7 @@ def _tower(config: Config, counts: Mapping[str, int], *, unused: int) -> list[La
     blocks[-1] |= {"final_norms": 1, "parameters": block["parameters"] + 2 * hidden}
     return [
         LayerRecord("sound_embedding", "sound_embedding", dict(counts) | first, module="sound"),
-        *(LayerRecord(f"sound_block.{i}", "sound_block", sizes, module="sound") for i, sizes in enumerate(blocks)),
+        *numbered("sound_block", "sound", blocks),
     ]
 
 

@@ -70,8 +70,6 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversation:
-    """A sample's turns and pictures."""
-
     turns: tuple[Turn, ...]  # read strictly, they alternate, end with an answer, and hold one `IMAGE_MARK` per image
     images: tuple[Picture, ...]  # in the order of their marks
     # Width and height of each image where the record states them; a lenient reading then leaves out ``images``.
@@ -90,7 +88,6 @@ class Conversation:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The marks that are no text."""
         clips = {VIDEO_MARK: self.videos, SOUND_MARK: self.sounds}
         return (IMAGE_MARK, *(mark for mark, held in clips.items() if held))
 

@@ -103,7 +103,6 @@ class MropeRule:
 
     @classmethod
     def of(cls, config: Any) -> "MropeRule":
-        """From a model's configuration of transformers."""
         vision, kind = config.vision_config, config.model_type
         return cls(
             config.image_token_id,
@@ -114,7 +113,6 @@ class MropeRule:
         )
 
     def __call__(self, ids: Tensor, sample: Mapping[str, Any]) -> Tensor:
-        """``mrope_positions`` by this rule."""
         return mrope_positions(ids, sample, self)
 
     def joined(self, item: Mapping[str, Any]) -> Mapping[str, Any]:

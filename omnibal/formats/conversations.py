@@ -96,7 +96,6 @@ class ConversationDataset:
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer."""
         return self._format.tokenizer
 
     @property
@@ -365,11 +364,9 @@ class ConversationStream:
                 yield {name: None if value is None else value.clone() for name, value in found.items()}
 
     def state_dict(self) -> dict[str, int]:
-        """The place behind the item that was yielded last."""
         return self._place._asdict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Let the next iteration begin at a place."""
         self._begins = self._place = Place(**state)
 
 

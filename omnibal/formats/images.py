@@ -74,7 +74,6 @@ def load_image(image: Path | bytes, most_pixels: int = MOST_PIXELS) -> Image.Ima
 
 
 def named(image: Path | bytes) -> str:
-    """What a message calls an image."""
     return str(image) if isinstance(image, Path) else f"one of {len(image):,} bytes within the data"
 
 

@@ -159,7 +159,6 @@ class ModelFormat:
 
     @cached_property
     def sounds(self) -> SoundFormat:
-        """How the model reads sounds; a ``ConfigError`` where it does not."""
         from transformers import AutoFeatureExtractor
 
         if self.family.sound_rule is None:
@@ -170,7 +169,6 @@ class ModelFormat:
 
     @cached_property
     def videos(self) -> VideoFormat:
-        """How the model reads videos; a ``ConfigError`` where it does not."""
         return VideoFormat(self._folder, self.family, self._config, self.tokenizer)
 
     def prepare(self, conversation: Conversation, max_tiles: int | None = None) -> Prepared:

@@ -175,8 +175,6 @@ class IndexedFile:
 
 
 class JoinedFiles:
-    """The rows of a folder's files, one file after another."""
-
     def __init__(self, path: Path, parts: Sequence[IndexedFile]) -> None:
         self.path, self._parts = path, parts
         self._ends = list(accumulate(map(len, parts)))
@@ -265,7 +263,6 @@ def array_entries(content: Any, position: int, breaks: Offsets) -> tuple[Offsets
 
 
 def _scan_tar(path: Path) -> tuple[Entries, str]:
-    """Where samples begin and end, and a digest of the members' headers."""
     if _is_packed(path):
         raise DataError(f"annotation must be an unpacked tar where samples are read by number, got {path}; unpack it")
     digest, stops, starts = hashlib.blake2b(digest_size=16), list[int](), list[int]()

@@ -45,7 +45,6 @@ class AnnotationFile:
     meta: Path | None = None
 
     def refused(self, key: str, rule: str, got: object) -> DataError:
-        """What is wrong with a key of its meta file."""
         return DataError(f"{self.meta}: {self.name}.{key} must {rule}, got {got}")
 
 
@@ -85,11 +84,9 @@ class Shards:
 
     @property
     def num_used_items(self) -> int:
-        """Items that are drawn at least once."""
         return int(np.minimum(self._sizes, self._drawn).sum())
 
     def used_items(self) -> Ids:
-        """The items that are drawn at least once, ascending."""
         used = np.minimum(self._sizes, self._drawn)
         first_of_used = np.cumsum(used) - used
         return np.repeat(self._first_items - first_of_used, used) + np.arange(used.sum())

@@ -77,8 +77,6 @@ def render_chatml(conversation: Conversation, image: str, start: str = "") -> Re
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Renders by a chat template, whatever the model."""
-
     tokenizer: Any
     template: str
     breaks_line: bool = False  # whether the template breaks the line after an image; the mark's own break is left out

@@ -21,8 +21,6 @@ _CHUNK: Final = 2**20  # bytes that are compared at a time
 
 
 class _Entry(NamedTuple):
-    """A tensor in a safetensors file."""
-
     file: Path
     dtype: str
     shape: list[int]
@@ -30,7 +28,6 @@ class _Entry(NamedTuple):
     stop: int
 
     def content(self) -> Any:
-        """The tensor's bytes, mapped."""
         return np.memmap(self.file, np.uint8, "r", self.start, (self.stop - self.start,))
 
     def equals(self, other: "_Entry") -> bool:

@@ -74,7 +74,6 @@ def load_frames(video: Video, numbers: Sequence[int]) -> list[Image.Image]:
 
 
 def name_of(video: Video) -> str:
-    """What a message calls a video."""
     return f"{len(video)} frames from {named(video[0])}" if isinstance(video, tuple) else named(video)
 
 

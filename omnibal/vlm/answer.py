@@ -67,7 +67,6 @@ class Answerer:
 
 
 def _as_model_takes(value: Tensor, model: Any) -> Tensor:
-    """Move a tensor to the model's device, floats in the model's dtype."""
     return value.to(model.device, model.dtype) if value.is_floating_point() else value.to(model.device)
 
 

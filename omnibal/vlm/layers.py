@@ -175,7 +175,6 @@ class VisionLanguageModel:
         return found
 
     def shape(self, path: str) -> tuple[int, ...]:
-        """The shape of a whole weight, by its path in the skeleton."""
         part = self._part(path)
         assert isinstance(part, Tensor), "a weight's path"
         return tuple(part.shape)

@@ -82,7 +82,6 @@ def load_adapters(folder: str | Path) -> Any:
 
 
 def base_of(adapters: Any) -> Path | None:
-    """Folder of the weights that adapters were trained beside, if they name one."""
     return Path(adapters.base_model_name_or_path) if adapters.base_model_name_or_path else None
 
 
@@ -135,7 +134,6 @@ def _chosen(
 
 
 def _modules(model: VisionLanguageModel) -> Iterator[tuple[LayerRecord, str, nn.Module]]:
-    """All modules of a model's layers, with their paths in the Hugging Face model."""
     for index, record in enumerate(model.records):
         for path, part in model.parts(index).items():
             for inner, module in part.named_modules():

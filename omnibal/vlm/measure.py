@@ -99,8 +99,6 @@ class _FirstRank(TensorGroup):
 
 @dataclass(frozen=True)
 class _LayerGroup:
-    """A group of layers that cost the same."""
-
     cost: LayerCost
     largest_input: Payload
     largest: Timing  # forward and backward of the largest pack
@@ -257,8 +255,6 @@ def _warnings(bench: _Bench, measured: Mapping[str, _LayerGroup], max_spread: fl
 
 @dataclass(frozen=True)
 class LayerOnPack:
-    """What a layer costs on one pack."""
-
     forward: Timing
     backward: Timing  # to the inputs and the weights
     backward_split: Timing  # to the inputs, and to weights whose gradients cannot wait

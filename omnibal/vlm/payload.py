@@ -42,7 +42,6 @@ class Payload:
         return replace(self, integers={**self.integers, **more})
 
     def with_floats(self, change: Callable[[Tensor], Tensor]) -> Payload:
-        """A copy with ``change`` applied to the hidden states and to each feature."""
         return replace(
             self,
             hidden=change(self.hidden),
@@ -86,7 +85,6 @@ class SentTensors:
 
     @classmethod
     def of(cls, payload: Payload) -> SentTensors:
-        """Everything that a payload has."""
         others = [name for name in payload.integers if name != "cu_seq_lens"]
         return cls(tuple(payload.features), (*others, "cu_seq_lens"))
 
@@ -98,7 +96,6 @@ class SentTensors:
         return (payload.hidden, *(payload.features[name] for name in self.features))
 
     def build(self, tensors: Sequence[Tensor]) -> Payload:
-        """The inverse of `flatten`."""
         hidden, *others = tensors
         assert len(others) == len(self.features) + len(self.integers), "the layout says which tensors there are"
         features, integers = others[: len(self.features)], others[len(self.features) :]

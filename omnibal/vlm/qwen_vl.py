@@ -149,7 +149,6 @@ class QwenBlock(nn.Module):
         self.rotary = ExactRotary(rotary)
 
     def forward(self, payload: Payload) -> Payload:
-        """From (patches, width) to the same."""
         return payload.replace(hidden=self._attend(payload, patch_places(payload, self.vision)))
 
     def _attend(self, payload: Payload, places: PatchPlaces) -> Tensor:

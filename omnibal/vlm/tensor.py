@@ -185,7 +185,6 @@ def _part_of(whole: nn.Parameter, own: Slice, ranks: TensorGroup) -> nn.Paramete
 
 
 def part_of(whole: Tensor, own: Slice) -> Tensor:
-    """What a tensor rank holds of a whole weight."""
     parts = [whole.narrow(own.dim, start, stop - start) for start, stop in own.ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts, own.dim)
 

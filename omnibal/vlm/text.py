@@ -70,7 +70,6 @@ class DecoderBlock(nn.Module):
         self.rotary = ExactRotary(rotary)
 
     def forward(self, payload: Payload) -> Payload:
-        """From hidden states (1, tokens, width) to the same."""
         # transformers' own layer; the bounds keep attention within samples, in place of a mask.
         hidden = self.block(
             payload.hidden,
@@ -82,14 +81,11 @@ class DecoderBlock(nn.Module):
 
 
 class FinalNorm(nn.Module):
-    """The norm after the last decoder layer."""
-
     def __init__(self, config: Any, norm: nn.Module) -> None:
         super().__init__()
         self.norm = norm
 
     def forward(self, payload: Payload) -> Payload:
-        """From hidden states (1, tokens, width) to the same."""
         return payload.replace(hidden=self.norm(payload.hidden).contiguous())
 
 

@@ -68,7 +68,6 @@ class VisionBlock(nn.Module):
         self.block = block
 
     def forward(self, payload: Payload) -> Payload:
-        """From (tiles, tokens_per_tile, width) to the same."""
         if not len(payload.hidden):  # transformers' attention cannot shape it
             sums = [parameter.sum() for parameter in self.block.parameters()]
             return payload.replace(hidden=payload.hidden + torch.stack(sums).sum())  # still sends (zero) gradients
@@ -84,7 +83,6 @@ class InternVLBlock(nn.Module):
         self.norm = norm
 
     def forward(self, payload: Payload) -> Payload:
-        """From (tiles, tokens_per_tile, width) to the same."""
         hidden = self.block(payload.hidden)
         return payload.replace(hidden=(hidden if self.norm is None else self.norm(hidden)).contiguous())
 
@@ -98,7 +96,6 @@ class InternVLProjector(nn.Module):
         self.projector = projector
 
     def forward(self, payload: Payload) -> Payload:
-        """From (tiles, tokens_per_tile, vision width) to (image tokens of all tiles, language model's width)."""
         # The class token is dropped, as by transformers' vision_feature_select_strategy "default".
         features = self.projector(pixel_shuffle(payload.hidden[:, 1:], self.shuffle)).flatten(0, 1)
         return payload.replace(hidden=features.contiguous())

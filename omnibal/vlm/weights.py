@@ -55,7 +55,6 @@ class Stored(NamedTuple):
 
 
 def has_weights(folder: str | Path) -> bool:
-    """Whether a folder holds safetensors under Hugging Face's names."""
     return (Path(folder) / INDEX_FILE).is_file() or (Path(folder) / SINGLE_FILE).is_file()
 
 
@@ -141,7 +140,6 @@ def save_model(
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file as transformers does."""
     try:
         save_file(dict(tensors), path, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -217,7 +215,6 @@ def _stored_weights(model: VisionLanguageModel, source: str | Path | Mapping[str
 
 
 def _own_names(model: VisionLanguageModel, index: int) -> dict[str, str]:
-    """The layer's weight names without those of adapters."""
     return {name: disk_name for name, disk_name in model.weight_names(index).items() if not is_adapter(disk_name)}
 
 
