@@ -9,7 +9,7 @@ rounding is kept.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import sqrt
 from typing import NamedTuple
@@ -52,14 +52,13 @@ def _fixed(load: ImageLoad, _width: int, _height: int) -> ImageLoad:
     return load
 
 
-CUTS = TOWER_CUTS | TEXT_CUTS
 FAMILY = Family(
     model_types=("llava",),
     image_rule=image_rule,
     layer_records=layer_records,
     layers="omnibal.vlm.tiled:llava",
     disk_prefixes=TOWER_ON_DISK | LANGUAGE_ON_DISK,
-    cuts=CUTS,
+    cuts=TOWER_CUTS | TEXT_CUTS,
 )
 
 
@@ -175,7 +174,7 @@ def _canvases(config: Config, preprocessor: Config, selected: str, most_tiles: i
 
 
 def rule_of_canvases(canvases: Canvases, *, lone_only: bool) -> ImageRule:
-    """The rule of images that are fitted to canvases; ``lone_only`` where a sample's images are if it has one."""
+    """The rule of images that are fitted to canvases; if ``lone_only``, a sample's only image alone is."""
     return partial(_loads, canvases, lone_only)
 
 
@@ -197,20 +196,18 @@ def onevision_records(config: Config) -> tuple[LayerRecord, ...]:
     return (*vision, *text_records(text, tied=either_ties(config)))
 
 
-_DISK_PREFIXES = {"model.image_newline": "image_newline", **TOWER_ON_DISK, **LANGUAGE_ON_DISK}
-NEXT = Family(
+NEXT = replace(
+    FAMILY,
     model_types=("llava_next",),
     image_rule=next_rule,
     layer_records=next_records,
     layers="omnibal.vlm.tiled:llava_next",
-    disk_prefixes=_DISK_PREFIXES,
-    cuts=CUTS,
+    disk_prefixes={"model.image_newline": "image_newline", **FAMILY.disk_prefixes},
 )
-ONEVISION = Family(
+ONEVISION = replace(
+    NEXT,
     model_types=("llava_onevision",),
     image_rule=onevision_rule,
     layer_records=onevision_records,
     layers="omnibal.vlm.tiled:llava_onevision",
-    disk_prefixes=_DISK_PREFIXES,
-    cuts=CUTS,
 )

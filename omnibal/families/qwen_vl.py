@@ -30,7 +30,6 @@ from omnibal.families.cuts import Cut
 from omnibal.families.llava import either_ties
 from omnibal.families.parts import TEXT_CUTS, attention_and_mlp, block_sizes, text_records
 
-THIRD_PROCESSOR = "transformers.models.qwen3_vl.video_processing_qwen3_vl:Qwen3VLVideoProcessor"
 THIRD_TYPES = ("qwen3_vl", "qwen3_vl_moe")
 PATCH = {"patches_per_tile": 1, "tokens_per_tile": 1}
 IMAGE_PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}  # of Qwen2VLImageProcessor
@@ -238,7 +237,10 @@ def layer_records(config: Config) -> tuple[LayerRecord, ...]:
     """
     vision, text = section(config, "vision_config"), section(config, "text_config")
     is_third = config["model_type"] in THIRD_TYPES
-    _check_width(config, vision, text)
+    # The merger's output is as wide as the language model; Qwen2-VL calls its width hidden_size.
+    key, wanted = "hidden_size" if config["model_type"] == "qwen2_vl" else "out_hidden_size", size(text, "hidden_size")
+    if size(vision, key, default=wanted) != wanted:
+        raise ConfigError(f"vision_config.{key} must be text_config's hidden_size {wanted}, got {vision[key]}")
     tied = bool(config.get("tie_word_embeddings")) if is_third else either_ties(config)
     deepstack = _deepstack(vision, text) if is_third else []
     records = (
@@ -249,13 +251,6 @@ def layer_records(config: Config) -> tuple[LayerRecord, ...]:
     )
     records = tuple(replace(record, token_bytes=TOKEN_BYTES) for record in records)
     return _carrying(records, deepstack) if deepstack else records
-
-
-def _check_width(config: Config, vision: Config, text: Config) -> None:
-    # The merger's output is as wide as the language model; Qwen2-VL calls its width hidden_size.
-    key, wanted = "hidden_size" if config["model_type"] == "qwen2_vl" else "out_hidden_size", size(text, "hidden_size")
-    if size(vision, key, default=wanted) != wanted:
-        raise ConfigError(f"vision_config.{key} must be text_config's hidden_size {wanted}, got {vision[key]}")
 
 
 def _deepstack(vision: Config, text: Config) -> list[int]:
@@ -363,21 +358,11 @@ SECOND = Family(
     disk_prefixes={"model.visual.": "visual.", "model.language_model.": "model."},
     cuts=CUTS,
 )
-THIRD = Family(
+THIRD = replace(
+    SECOND,
     model_types=("qwen3_vl",),
-    image_rule=image_rule,
-    layer_records=layer_records,
-    layers="omnibal.vlm.qwen_vl:qwen_vl",
-    video_rule=video_rule,
-    video_processor=THIRD_PROCESSOR,
+    video_processor="transformers.models.qwen3_vl.video_processing_qwen3_vl:Qwen3VLVideoProcessor",
     video_settings=partial(video_settings, THIRD_VIDEOS),
-    cuts=CUTS,
+    disk_prefixes={},
 )
-THIRD_WITH_EXPERTS = Family(
-    model_types=("qwen3_vl_moe",),
-    image_rule=image_rule,
-    layer_records=layer_records,
-    video_rule=video_rule,
-    video_processor=THIRD_PROCESSOR,
-    video_settings=partial(video_settings, THIRD_VIDEOS),
-)
+THIRD_WITH_EXPERTS = replace(THIRD, model_types=("qwen3_vl_moe",), layers=None, cuts={})  # planned for, not trained

@@ -42,6 +42,7 @@ from omnibal.vlm.text import text_recipes
 
 # (height, width) of each image; how many images each sample with images has.
 IMAGE_SIZES, IMAGES_OF_SAMPLES = "image_sizes", "batch_num_images"
+TOWER, PROJECTOR = "model.vision_tower", "model.multi_modal_projector"  # paths in transformers' models
 
 
 class PatchEmbedding(nn.Module):
@@ -87,20 +88,6 @@ class InternVLBlock(nn.Module):
         return payload.replace(hidden=(hidden if self.norm is None else self.norm(hidden)).contiguous())
 
 
-class InternVLProjector(nn.Module):
-    """From patches to what the language model reads."""
-
-    def __init__(self, config: Any, projector: nn.Module) -> None:
-        super().__init__()
-        self.shuffle = round(1 / config.downsample_ratio)
-        self.projector = projector
-
-    def forward(self, payload: Payload) -> Payload:
-        # The class token is dropped, as by transformers' vision_feature_select_strategy "default".
-        features = self.projector(pixel_shuffle(payload.hidden[:, 1:], self.shuffle)).flatten(0, 1)
-        return payload.replace(hidden=features.contiguous())
-
-
 def pixel_shuffle(patches: Tensor, factor: int) -> Tensor:
     """Join squares of ``factor²`` patches: (tiles, side², width) -> (tiles, (side / factor)², width · factor²)."""
     tiles, area, width = patches.shape
@@ -126,6 +113,18 @@ class Projector(nn.Module):
     def arranged(self, features: Tensor, payload: Payload) -> Tensor:
         """Features of all tiles, (tiles, patches, width), as the rows that stand for the images."""
         return features.flatten(0, 1)
+
+
+class InternVLProjector(nn.Module):
+    def __init__(self, config: Any, projector: nn.Module) -> None:
+        super().__init__()
+        self.shuffle = round(1 / config.downsample_ratio)
+        self.projector = projector
+
+    def forward(self, payload: Payload) -> Payload:
+        # The class token is dropped, as by transformers' vision_feature_select_strategy "default".
+        features = self.projector(pixel_shuffle(payload.hidden[:, 1:], self.shuffle)).flatten(0, 1)
+        return payload.replace(hidden=features.contiguous())
 
 
 class CanvasProjector(Projector):
@@ -182,36 +181,35 @@ class SampleProjector(CanvasProjector):
 
 def internvl(config: InternVLConfig) -> VisionLanguageModel:
     records = layer_records(config.to_dict())
-    skeleton = skeleton_of(InternVLForConditionalGeneration, config)
-    tower = "model.vision_tower"
     blocks = [record for record in records if record.kind == "vision_block"]
     # Without mean pooling transformers' ViT ends with a norm, which is the last block's.
-    norms = [{"norm": f"{tower}.layernorm"} if "final_norms" in block.sizes else {} for block in blocks]
+    norms = [{"norm": f"{TOWER}.layernorm"} if "final_norms" in block.sizes else {} for block in blocks]
     recipes = (
-        LayerRecipe(PatchEmbedding, {"embeddings": f"{tower}.embeddings"}),
-        *(LayerRecipe(InternVLBlock, {"block": f"{tower}.encoder.layer.{i}"} | norm) for i, norm in enumerate(norms)),
-        LayerRecipe(InternVLProjector, {"projector": "model.multi_modal_projector"}),
+        LayerRecipe(PatchEmbedding, {"embeddings": f"{TOWER}.embeddings"}),
+        *(LayerRecipe(InternVLBlock, {"block": f"{TOWER}.encoder.layer.{i}"} | norm) for i, norm in enumerate(norms)),
+        LayerRecipe(InternVLProjector, {"projector": PROJECTOR}),
         *text_recipes(records),
     )
     vision: Any = config.vision_config
-    pixel_shape = (vision.num_channels, *vision.image_size)
     return VisionLanguageModel(
-        skeleton, records, recipes, disk_prefixes=INTERNVL.disk_prefixes, pixel_shape=pixel_shape
+        skeleton_of(InternVLForConditionalGeneration, config),
+        records,
+        recipes,
+        disk_prefixes=INTERNVL.disk_prefixes,
+        pixel_shape=(vision.num_channels, *vision.image_size),
     )
 
 
 def llava(config: LlavaConfig) -> VisionLanguageModel:
-    return _model(config, LLAVA, LlavaForConditionalGeneration, Projector)
+    return _llava(config, LLAVA, LlavaForConditionalGeneration, Projector)
 
 
 def llava_next(config: LlavaNextConfig) -> VisionLanguageModel:
-    entries = {IMAGE_SIZES: (2,)}
-    return _model(config, NEXT, LlavaNextForConditionalGeneration, CanvasProjector, entries)
+    return _llava(config, NEXT, LlavaNextForConditionalGeneration, CanvasProjector)
 
 
 def llava_onevision(config: LlavaOnevisionConfig) -> VisionLanguageModel:
-    entries: dict[str, tuple[int, ...]] = {IMAGE_SIZES: (2,), IMAGES_OF_SAMPLES: ()}
-    return _model(config, ONEVISION, LlavaOnevisionForConditionalGeneration, SampleProjector, entries)
+    return _llava(config, ONEVISION, LlavaOnevisionForConditionalGeneration, SampleProjector)
 
 
 def _tokens(rule: ImageRule, sample: Mapping[str, Tensor]) -> int:
@@ -238,35 +236,27 @@ def _made_images(canvases: Canvases, units: int) -> tuple[int, dict[str, Tensor]
     return count * each, integers
 
 
-def _model(
-    config: Any,
-    family: Family,
-    model_class: Any,
-    projector: type[Projector],
-    image_integers: Mapping[str, tuple[int, ...]] | None = None,
-) -> VisionLanguageModel:
-    canvases = projector.canvases_of(config.to_dict()) if issubclass(projector, CanvasProjector) else None
-    rule = None if canvases is None else rule_of_canvases(canvases, lone_only=issubclass(projector, SampleProjector))
+def _llava(config: Any, family: Family, model_class: Any, projector: type[Projector]) -> VisionLanguageModel:
+    images: dict[str, Any] = {}
+    projector_parts = {"projector": PROJECTOR}
+    if issubclass(projector, CanvasProjector):
+        canvases, lone_only = projector.canvases_of(config.to_dict()), issubclass(projector, SampleProjector)
+        images["image_integers"] = {IMAGE_SIZES: (2,)} | ({IMAGES_OF_SAMPLES: ()} if lone_only else {})
+        images["image_tokens"] = partial(_tokens, rule_of_canvases(canvases, lone_only=lone_only))
+        images["made_images"] = partial(_made_images, canvases)
+        projector_parts["newline"] = "model.image_newline"
     records = layer_records(config.to_dict())
     skeleton = skeleton_of(model_class, config)
-    tower = "model.vision_tower"
-    norm = {"norm": f"{tower}.pre_layrnorm"} if hasattr(skeleton.get_submodule(tower), "pre_layrnorm") else {}
-    newline = {"newline": "model.image_newline"} if issubclass(projector, CanvasProjector) else {}
+    norm = {"norm": f"{TOWER}.pre_layrnorm"} if hasattr(skeleton.get_submodule(TOWER), "pre_layrnorm") else {}
     blocks = [record.kind for record in records].count("vision_block")
     recipes = (
-        LayerRecipe(PatchEmbedding, {"embeddings": f"{tower}.embeddings"} | norm),
-        *(LayerRecipe(VisionBlock, {"block": f"{tower}.encoder.layers.{i}"}) for i in range(blocks)),
-        LayerRecipe(projector, {"projector": "model.multi_modal_projector"} | newline),
+        LayerRecipe(PatchEmbedding, {"embeddings": f"{TOWER}.embeddings"} | norm),
+        *(LayerRecipe(VisionBlock, {"block": f"{TOWER}.encoder.layers.{i}"}) for i in range(blocks)),
+        LayerRecipe(projector, projector_parts),
         *text_recipes(records),
     )
     vision = config.vision_config
+    pixel_shape = (vision.num_channels, vision.image_size, vision.image_size)
     return VisionLanguageModel(
-        skeleton,
-        records,
-        recipes,
-        disk_prefixes=family.disk_prefixes,
-        pixel_shape=(vision.num_channels, vision.image_size, vision.image_size),
-        image_integers=image_integers,
-        image_tokens=None if rule is None else partial(_tokens, rule),
-        made_images=None if canvases is None else partial(_made_images, canvases),
+        skeleton, records, recipes, disk_prefixes=family.disk_prefixes, pixel_shape=pixel_shape, **images
     )
