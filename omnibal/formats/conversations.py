@@ -9,6 +9,7 @@ require("torch")  # what is missing is said before it is missed
 import codecs
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import islice
@@ -238,8 +239,8 @@ class ConversationDataset:
     def _located(self, index: int) -> tuple[Row, Shard]:
         sample = range(len(self))[index]
         item = self._all.item_of(_place_among_all(np.asarray(sample), self._left_out))
-        shard, place = self._all.locate(int(item))
-        return shard.rows[place], shard
+        shard, number = self._all.locate(int(item))
+        return shard.rows[number], shard
 
     def _sample(self, index: int, *, with_pixels: bool) -> dict[str, Any]:
         row, shard = self._located(index)
@@ -324,11 +325,9 @@ class LeftOut:
 class ConversationStream:
     """The samples of a file or folder in their order; a resumed stream begins at its saved place in the file."""
 
-    def __init__(
-        self, file: AnnotationFile, model_format: ModelFormat, *, broken: Broken, workers: int, share: tuple[int, int]
-    ) -> None:
+    def __init__(self, file: AnnotationFile, model_format: ModelFormat, *, broken: Broken, workers: int) -> None:
         self._file, self._format, self._broken, self._workers = file, model_format, broken, workers
-        self._share = share  # (rank, ranks): of n ranks each reads every n-th row
+        self._share = 0, 1  # (rank, ranks): of n ranks each reads every n-th row
         self.left_out = LeftOut()
         self._begins = self._place = Place()
 
@@ -339,10 +338,8 @@ class ConversationStream:
 
     def part(self, rank: int, num_ranks: int) -> "ConversationStream":
         """Every ``num_ranks``-th row; the others are not parsed."""
-        part = ConversationStream(
-            self._file, self._format, broken=self._broken, workers=self._workers, share=(rank, num_ranks)
-        )
-        part.left_out = self.left_out
+        part = copy(self)  # counts what it leaves out with the whole
+        part._share = rank, num_ranks
         return part
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -418,7 +415,7 @@ def open_streams(
         except OSError as error:
             raise DataError(f"annotation must be a readable file, got {file.path} ({said(error)})") from error
     each = -(-workers // len(files))
-    streams = (ConversationStream(file, model_format, broken=broken, workers=each, share=(0, 1)) for file in files)
+    streams = (ConversationStream(file, model_format, broken=broken, workers=each) for file in files)
     return dict(zip(names_of(files), streams, strict=True))
 
 

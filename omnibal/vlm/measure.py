@@ -368,11 +368,9 @@ def made_sample(model: VisionLanguageModel, units: int, length: int, generator: 
 
 
 class _Images(NamedTuple):
-    """Made-up images of a sample: their vision units, their tokens, and what vision layers read beside pixels."""
-
     units: int
     tokens: int
-    integers: Mapping[str, Tensor]
+    integers: Mapping[str, Tensor]  # what vision layers read beside pixels
 
 
 def _images(model: VisionLanguageModel, most_units: int) -> _Images:
