@@ -20,9 +20,8 @@ from omnibal.memory.spread import SpreadFootprint
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
 from omnibal.pipeline.simulate import StepSimulation, simulate_step
-from omnibal.pipeline.spread import simulate_spread
-from omnibal.pipeline.times import StepTimes, step_times
-from omnibal.pipeline.units import UnitSimulation, schedule_of, simulate_units, unit_times
+from omnibal.pipeline.times import StepTimes, Unit, step_times
+from omnibal.pipeline.units import schedule_of
 from omnibal.profile.records import MOST_LAYERS, Level, ModelProfile, check_levels, levels_from_words, levels_in_words
 from omnibal.records import Record, read_record
 
@@ -137,24 +136,13 @@ class Plan:
     def make_schedule(self) -> Schedule:
         return schedule_of(self.layout, self.micro_batches, self.schedule)
 
-    def simulate(self, profile: ModelProfile, loads: Iterable[Load]) -> StepSimulation | UnitSimulation:
+    def simulate(self, profile: ModelProfile, loads: Iterable[Load]) -> StepSimulation:
         """Predict one step; arguments and errors as of :func:`omnibal.pipeline.simulate.simulate_step`."""
         self._check(profile)
-        if self.layout.has_units:
-            return simulate_units(
-                profile, self.partition, loads, self.layout, self.links,
-                encoder_links=self.known_cluster.links_of(self.layout, of_encoder=True), recompute=self.recompute,
-                schedule=self.schedule,
-            )  # fmt: skip
-        if self.layout.is_spread:
-            alone, behind = self.layout.parts
-            return simulate_spread(
-                profile, self.partition, loads, self.layout, self.known_cluster.links_of(behind),
-                encoder_links=self.known_cluster.links_of(alone), recompute=self.recompute, schedule=self.schedule,
-            )  # fmt: skip
+        links, encoder_links = self._links_of_parts
         return simulate_step(
-            profile, self.partition, loads, self.links, zero_stage=self.layout.zero_stage, recompute=self.recompute,
-            schedule=self.make_schedule(),
+            profile, self.partition, loads, links, layout=self.layout, encoder_links=encoder_links,
+            recompute=self.recompute, schedule=self.make_schedule(),
         )  # fmt: skip
 
     def times(self, profile: ModelProfile, load: Load, recompute: Sequence[Level]) -> StepTimes:
@@ -163,17 +151,23 @@ class Plan:
         ``load`` holds all micro-batches in the order of their numbers (`omnibal.pipeline.units.numbered`). With a
         spread encoder ``profile`` and ``recompute`` are those of the LLM's layers alone.
         """
+        links, encoder_links = self._links_of_parts
+        unit = None
         if self.layout.has_units:
             border = self.partition.boundaries[self.layout.encoder_stages]
-            return unit_times(
-                profile, [load], self.layout, border, self.links, recompute=recompute,
-                encoder_links=self.known_cluster.links_of(self.layout, of_encoder=True),
-            )  # fmt: skip
-        links = self.known_cluster.links_of(self.layout.parts[1]) if self.layout.is_spread else self.links
+            unit = Unit(border, self.layout.shape(0)[0], encoder_links)
         return step_times(
             profile, [load], links, zero_stage=self.layout.zero_stage, recompute=recompute,
-            num_replicas=self.layout.num_replicas,
+            num_replicas=self.layout.num_replicas, unit=unit,
         )  # fmt: skip
+
+    @property
+    def _links_of_parts(self) -> tuple[Links, Links]:
+        """What the LLM's stages and replicas reach, and what the encoder's replicas do."""
+        if self.layout.is_spread:
+            alone, behind = self.layout.parts
+            return self.known_cluster.links_of(behind), self.known_cluster.links_of(alone)
+        return self.links, self.known_cluster.links_of(self.layout, of_encoder=True)
 
     def footprint(self, profile: ModelProfile, load: Load, mean: Load | None = None) -> Footprint | SpreadFootprint:
         """What stages hold for micro-batches of one size; arguments and errors as of ``Footprint`` and ``simulate``.

@@ -11,8 +11,7 @@ from omnibal.cluster import Encoder, Layout, Links
 from omnibal.cost import CostModel, Load
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import one_f_one_b
-from omnibal.pipeline.simulate import simulate
-from omnibal.pipeline.units import simulate_units
+from omnibal.pipeline.simulate import simulate, simulate_step
 from omnibal.profile.records import LayerCost, ModelProfile
 from omnibal.report.stages import plot_timeline
 from omnibal.report.style import BLUE, GREEN, GREY, ORANGE, PINK, SERIES, VERMILION, drawing, legend_below
@@ -138,13 +137,14 @@ def draw_units() -> None:
         for name, forward in seconds.items()
     )  # fmt: skip
     forward = np.tile(list(seconds.values()), (6, 1))
-    units = simulate_units(
+    units = simulate_step(
         ModelProfile(layers, device="any", dtype="float32"), Partition((0, 1, 2, 3)),
-        [Load(np.ones(6), np.ones(6))] * 2, Layout(3, 2, encoder=Encoder(1, 1), precision="float32"), Links(np.inf),
+        [Load(np.ones(6), np.ones(6))] * 2, Links(np.inf),
+        layout=Layout(3, 2, encoder=Encoder(1, 1), precision="float32"),
     )  # fmt: skip
     panels = {
         "one of two pipelines, six devices": simulate(one_f_one_b(3, 6), forward, 2 * forward),
-        "units, five devices": units,
+        "units, five devices": units.replicas[0],
     }
     plot_timeline(panels, HERE / "units.png")
 

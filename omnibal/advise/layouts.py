@@ -2,7 +2,7 @@
 
 Every kind is estimated on the same samples, global batch, memory and costs. A formula ranks all layouts of a kind in
 microseconds each; the best ones are then placed and simulated with partition, recompute levels and schedule searched
-alike (`omnibal.planner.placements`).
+alike (`omnibal.planner.search.place`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from omnibal.errors import InfeasibleError
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.plan import Plan
 from omnibal.planner.packings import Packing
-from omnibal.planner.placements import PlacedStep, place
+from omnibal.planner.search import PlacedStep, place
 from omnibal.planner.step_model import StepCosts
 from omnibal.profile.records import ModelProfile
 

@@ -27,8 +27,7 @@ from omnibal.families.base import vision_unit_of
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.pipeline.search import METHODS, PartitionSearch, search_partition
-from omnibal.pipeline.simulate import StepSimulation, TableRun
-from omnibal.pipeline.units import UnitSimulation
+from omnibal.pipeline.simulate import Simulation, StepSimulation
 from omnibal.plan import Plan
 from omnibal.planner.packings import Packing
 from omnibal.profile.records import ModelProfile
@@ -190,7 +189,7 @@ def _title_of(profile: ModelProfile, plan: Plan, packing: Packing) -> str:
     )
 
 
-def _panels(step: StepSimulation | UnitSimulation) -> Mapping[str, TableRun]:
+def _panels(step: StepSimulation) -> Mapping[str, Simulation]:
     """Every replica where they are few, else the fastest and the slowest one."""
     replicas = step.replicas
     if len(replicas) == 1:

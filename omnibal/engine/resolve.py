@@ -24,7 +24,7 @@ from omnibal.families.base import TrainedCount, encoder_layers, trained_by_modul
 from omnibal.families.cuts import check_degree
 from omnibal.formats.collate import GRIDS
 from omnibal.pipeline.partition import Partition
-from omnibal.pipeline.units import unit_schedule
+from omnibal.pipeline.units import schedule_of
 from omnibal.vlm import load_model
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.workspace import Workspace
@@ -198,7 +198,7 @@ def check_run(resolved: ResolvedRun, partition: Partition) -> None:
 
 def _check_units(resolved: ResolvedRun, partition: Partition) -> None:
     layout, config, where = resolved.layout, resolved.config, "where the encoder has replicas of its own"
-    unit_schedule(layout, resolved.micro_batches, "1f1b")  # replicas and micro-batches
+    schedule_of(layout, resolved.micro_batches, "1f1b")  # replicas and micro-batches
     if (num_tensor := layout.shape(0)[1]) > 1:
         raise ConfigError(f"num_tensor must be 1 {where}, got {num_tensor}")
     if config.get("prescale_gradients") or config.get("gradient_predivide_factor", 1) != 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -11,11 +12,13 @@ from numpy.typing import NDArray
 
 from omnibal.compiled import compiled
 from omnibal.cost import FloatArray, IntArray
+from omnibal.families.base import encoder_layers
+from omnibal.pipeline.events import run_steps
 from omnibal.pipeline.optimize import Boundaries, least_maximum
 from omnibal.pipeline.partition import frozen_stages
-from omnibal.pipeline.schedule import Operation, Schedule, Table
-from omnibal.pipeline.simulate import Mode, Wiring, chain, run_blocking, run_overlapped
-from omnibal.pipeline.times import StepTimes, complete_gradients, durations_of, reduced_at, release_of, transfers_of
+from omnibal.pipeline.schedule import Operation, Schedule
+from omnibal.pipeline.simulate import Mode, table_of
+from omnibal.pipeline.times import StepTimes
 from omnibal.profile.records import ModelProfile
 
 _F, _BW, _W = int(Operation.F), int(Operation.BW), int(Operation.W)
@@ -34,12 +37,17 @@ class MeanSeconds(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PartitionProblem:
-    """Cut ``profile`` into the stages of ``schedule`` so that a step of ``times`` is short."""
+    """Cut ``profile`` into the stages of ``schedule`` so that steps are short.
+
+    ``times`` holds the replicas of one step, or of ``num_steps`` steps one after another. With units it holds the
+    numbered micro-batches of each step in place of replicas.
+    """
 
     profile: ModelProfile
     times: StepTimes
     schedule: Schedule
     mode: Mode
+    num_steps: int = 1
 
     @property
     def micro_batches(self) -> int:
@@ -50,33 +58,80 @@ class PartitionProblem:
         return self.schedule.num_stages
 
     def evaluate(self, partitions: IntArray) -> FloatArray:
-        """Simulated seconds of a step under each partition, (partitions, stages + 1) -> (partitions,)."""
-        blocking, fronts = self.mode == "rendezvous", frozen_stages(self.profile, partitions)
-        seconds = np.zeros(len(partitions))
-        for front in set(fronts.tolist()):  # partitions with equally many frozen stages share a schedule
-            schedule, rows = self.schedule.with_frozen_front(front), fronts == front
-            table = schedule.blocking_table if blocking else schedule.table
-            wiring = chain(schedule.num_stages, schedule.micro_batches)
-            seconds[rows] = _step_seconds(self.times, table, wiring, np.ascontiguousarray(partitions[rows]), blocking)
-        return seconds
+        """Simulated seconds of a mean step under each partition, (partitions, stages + 1) -> (partitions,)."""
+        return np.array([self.step_seconds(boundaries, self.times) for boundaries in partitions])
+
+    def step_seconds(self, boundaries: IntArray, times: StepTimes) -> float:
+        """Simulated seconds of a mean step that takes other times, under one partition."""
+        schedule = self.schedule.with_frozen_front(int(frozen_stages(self.profile, boundaries)))
+        table = table_of(schedule, self.mode)
+        starts, ends = np.empty((2, 1, *table.operations.shape))
+        reduced, blocking = np.empty(self.num_stages), self.mode == "rendezvous"
+        return float(run_steps(times, table, boundaries, self.num_steps, blocking, 0.0, starts, ends, reduced).mean())
 
     def bound(self, partitions: IntArray) -> FloatArray:
         """Lower bounds of `evaluate`, of the same shapes."""
         stages = np.arange(self.num_stages)
-        bounds: FloatArray = self._stage_bounds[stages, partitions[:, :-1], partitions[:, 1:]].max(axis=1)
-        return bounds
+        of_steps = [bounds[stages, partitions[:, :-1], partitions[:, 1:]].max(axis=1) for bounds in self._step_bounds]
+        mean: FloatArray = np.mean(of_steps, axis=0)
+        return mean
 
     @cached_property
     def lower_bound_seconds(self) -> float:
-        return least_maximum(self._stage_bounds)[0]
+        return fmean(least_maximum(bounds)[0] for bounds in self._step_bounds)
 
     @property
     def least_bound(self) -> Boundaries:
-        return least_maximum(self._stage_bounds)[1]
+        """The partition of the least bound, of a single step."""
+        (bounds,) = self._step_bounds
+        return least_maximum(bounds)[1]
 
     @cached_property
-    def _stage_bounds(self) -> FloatArray:
-        return stage_bounds(self.times, self.schedule, self.mode, self.profile.frozen_front)
+    def _step_bounds(self) -> list[FloatArray]:
+        """`stage_bounds` of each step."""
+        if self.schedule.replicas:
+            return [self._unit_bounds(step) for step in range(self.num_steps)]
+        of_steps = np.split(np.arange(len(self.times.forward)), self.num_steps)
+        front = self.profile.frozen_front
+        return [stage_bounds(self.times, replicas, self.schedule, self.mode, front) for replicas in of_steps]
+
+    def _unit_bounds(self, step: int) -> FloatArray:
+        """Bounds of a step of units, by possible stage."""
+        # A replica's stage waits until its first micro-batch has passed all layers before it, and computes all of its
+        # micro-batches; under 1F1B the last one's gradient then passes all layers before it, too. In between, each
+        # micro-batch passes all layers behind the stage, there and back: with few of them the stage waits for that.
+        times, size = self.times, len(self.profile.layers) + 1
+        forward, back, weight = times.forward[step], times.backward[step], times.weight[step]
+        seconds = {Operation.F: forward, Operation.BW: back + weight, Operation.B: back, Operation.W: weight}
+        splits, result = any(self.schedule.pending_weights), np.zeros((self.num_stages, size, size))
+        passing = forward + (back if splits else back + weight)
+        behind = passing[:, -1:] - passing + times.crossing[step] + times.gradient_crossing[step]
+        for stage, order in enumerate(self.schedule.stages):
+            replicas = self.schedule.replicas[stage]
+            for replica in range(replicas):
+                ran = np.array([seconds[operation][m * replicas + replica] for operation, m in order])
+                bounds = differences(ran.sum(axis=0))
+                for m in {0, self.schedule.micro_batches_of(stage) - 1}:
+                    # Work up to the forward pass of m, and from its backward pass on.
+                    passes = [place for place, each in enumerate(order) if each.micro_batch == m]
+                    there, again = passes[:2]
+                    work = ran[: there + 1].sum(axis=0) + ran[again:].sum(axis=0)
+                    bounds = np.maximum(bounds, differences(work) + behind[m * replicas + replica])
+                around = forward[replica] + (back + weight)[replica::replicas].min(axis=0) * (not splits)
+                result[stage] = np.maximum(result[stage], bounds + around[:, None])
+        return result + differences(times.optimizer) + self._elsewhere
+
+    @cached_property
+    def _elsewhere(self) -> FloatArray:
+        """With units, infinity for stages with layers of the other part, else 0; (stages, layers + 1, layers + 1)."""
+        own, size = self.schedule.encoder_stages, len(self.profile.layers) + 1
+        found = np.full((self.num_stages, size, size), np.inf if own else 0.0)
+        if not own:
+            return found
+        border = encoder_layers(self.profile.layers)
+        found[:own, : border + 1, : border + 1] = 0
+        found[own:, border:, border:] = 0
+        return found
 
     @cached_property
     def mean(self) -> MeanSeconds:
@@ -95,48 +150,23 @@ class PartitionProblem:
         return MeanSeconds(
             forward=np.diff(times.forward.mean(axis=(0, 1))),
             crossing=crossing,
-            stage=by_stage,
-            pace=pace,
+            stage=by_stage + self._elsewhere,
+            pace=pace + self._elsewhere,
             passing=by_stage - waiting + there_and_back[None, :],
         )
 
 
-@compiled
-def _step_seconds(times: StepTimes, table: Table, wiring: Wiring, partitions: IntArray, blocking: bool) -> FloatArray:
-    """The steps that `simulate_step` would simulate, one per partition, without records of their events."""
-    starts, ends = np.zeros(table.operations.shape), np.zeros(table.operations.shape)
-    result = np.zeros(len(partitions))
-    # step = max(last stage's end over replicas, last gradient's sum) + slowest optimizer
-    for row in range(len(partitions)):
-        boundaries, finish = partitions[row], 0.0
-        ready = np.zeros(len(times.reduce) - 1)
-        for replica in range(len(times.forward)):
-            durations, transfers = durations_of(times, replica, boundaries), transfers_of(times, replica, boundaries)
-            release = release_of(times, replica, boundaries)
-            if blocking:
-                run_blocking(table, durations, transfers, release, starts, ends)
-            else:
-                run_overlapped(table, wiring, durations, transfers, release, starts, ends)
-            for stage in range(len(table.lengths)):
-                finish = max(finish, ends[stage, table.lengths[stage] - 1])
-            complete_gradients(times, replica, boundaries, table, starts, ready)
-        reduced, slowest = reduced_at(times, boundaries, ready), 0.0
-        for stage in range(len(reduced)):
-            finish = max(finish, reduced[stage])
-            slowest = max(slowest, times.optimizer[boundaries[stage + 1]] - times.optimizer[boundaries[stage]])
-        result[row] = finish + slowest
-    return result
-
-
-def stage_bounds(times: StepTimes, schedule: Schedule, mode: Mode, frozen_front: int = 0) -> FloatArray:
-    """Least seconds of a step if a stage holds certain layers, whatever the others hold, by possible stage."""
+def stage_bounds(
+    times: StepTimes, replicas: IntArray, schedule: Schedule, mode: Mode, frozen_front: int = 0
+) -> FloatArray:
+    """Least seconds of a step of some replicas if a stage holds certain layers, by possible stage."""
     # The stage is simulated alone, and all other stages are pure delay. A micro-batch's gradient arrives when the
     # micro-batch has passed all layers behind the stage, forward and backward. A micro-batch's activation arrives when
     # the first stage has finished the micro-batch that its schedule runs before, whose gradient has to reach it. The
     # largest entry of a partition's stages bounds its step. O(replicas × stages × layers² × micro-batches).
     num_stages, size = schedule.num_stages, len(times.reduce)
     result = np.zeros((num_stages, size, size))
-    for replica in range(len(times.forward)):
+    for replica in replicas:
         for stage in range(num_stages):
             seen = _seen_from(stage, times, replica, schedule, frozen_front)
             bounds = _bound_all(seen, times.reduce, (stage, num_stages - 1 - stage), mode == "rendezvous")

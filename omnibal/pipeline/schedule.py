@@ -48,11 +48,19 @@ Orders = tuple[tuple[Instruction, ...], ...]
 
 
 class Table(NamedTuple):
-    """The lists of a schedule as padded arrays, for compiled code."""
+    """The lists of a schedule as padded arrays, for compiled code; a row is a stage of one replica.
 
-    operations: NDArray[np.int8]  # (stages, longest list)
-    micro_batches: NDArray[np.int32]  # (stages, longest list)
-    lengths: NDArray[np.int32]  # (stages,): how much of each row is used
+    Without units there is one row for each stage. With units all replicas meet, and every one has rows, the encoder's
+    first; micro-batches then have the numbers of `omnibal.pipeline.units`.
+    """
+
+    operations: NDArray[np.int8]  # (rows, longest list)
+    micro_batches: NDArray[np.int32]  # (rows, longest list)
+    lengths: NDArray[np.int32]  # (rows,): how much of each row is used
+    stages: NDArray[np.int64]  # (rows,)
+    # The rows that a micro-batch comes from and goes to, -1 where there is none, (micro-batches of the step, rows):
+    before: NDArray[np.int64]
+    behind: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -62,8 +70,9 @@ class Schedule:
     Args:
         stages: For each stage its (operation, micro-batch) pairs in the order in which it runs them.
         micro_batches: Micro-batches per step; of a replica of the last stage where stages have replicas of their own.
-        replicas: Of each stage, where they differ (`omnibal.pipeline.units`); empty where they do not. A stage numbers
-            the micro-batches of its own replica: one with half as many replicas runs twice as many.
+        replicas: Of each stage with units (`omnibal.pipeline.units`); empty without. A stage numbers the micro-batches
+            of its own replica: one with half as many replicas runs twice as many.
+        encoder_stages: With units, how many of the first stages are the encoder's.
 
     Raises:
         ConfigError: A stage does not run each micro-batch's ``F``, then ``BW`` or ``B`` and ``W``, exactly once; the
@@ -78,6 +87,7 @@ class Schedule:
     stages: tuple[tuple[Instruction, ...], ...]
     micro_batches: int
     replicas: tuple[int, ...] = ()
+    encoder_stages: int = 0
 
     def __post_init__(self) -> None:
         tables = tuple(_instructions(stage) for stage in self.stages)
@@ -87,11 +97,12 @@ class Schedule:
             _check_stage(stage, instructions, self.micro_batches_of(stage), _RUNS[stage < self.frozen_stages])
 
     @classmethod
-    def of_orders(cls, stages: Orders, micro_batches: int, replicas: tuple[int, ...] = ()) -> Schedule:
-        """A schedule whose stages come from `stage_order`: to look at every instruction again takes longest of all."""
+    def of_orders(
+        cls, stages: Orders, micro_batches: int, replicas: tuple[int, ...] = (), encoder_stages: int = 0
+    ) -> Schedule:
+        """A schedule whose stages come from `stage_order`: checking every instruction again would take longest."""
         made = object.__new__(cls)
-        for name, value in {"stages": stages, "micro_batches": micro_batches, "replicas": replicas}.items():
-            object.__setattr__(made, name, value)
+        vars(made).update(stages=stages, micro_batches=micro_batches, replicas=replicas, encoder_stages=encoder_stages)
         made._check_numbers()
         return made
 
@@ -144,8 +155,9 @@ class Schedule:
             forwards = tuple(
                 tuple(i for i in stage if i.operation == Operation.F) for stage in self.stages[:num_stages]
             )
-            stages = forwards + self.stages[num_stages:]
-            self._frozen_fronts[num_stages] = Schedule.of_orders(stages, self.micro_batches, self.replicas)
+            self._frozen_fronts[num_stages] = Schedule.of_orders(
+                forwards + self.stages[num_stages:], self.micro_batches, self.replicas, self.encoder_stages
+            )
         return self._frozen_fronts[num_stages]
 
     @cached_property
@@ -187,12 +199,33 @@ class Schedule:
         return self._as_table(self.blocking)
 
     def _as_table(self, stages: Sequence[Sequence[Instruction]]) -> Table:
-        # A table has a row for each stage, and its micro-batches one number on all of them.
-        if len(set(self.replicas)) > 1:
-            raise ConfigError(
-                f"replicas must be as many on every stage of a table, got {self.replicas}; simulate_units takes others"
-            )
-        return as_table(stages)
+        longest = max(map(len, stages))
+        cells = np.zeros((len(stages), longest, 2), dtype=np.int32)
+        for row, stage in zip(cells, stages, strict=True):
+            row[: len(stage)] = stage
+        replicas_of = np.array(self.replicas or (1,) * len(stages))
+        own, count = self.encoder_stages, self.micro_batches * int(replicas_of[-1])
+        rows = np.array(
+            [
+                (stage, replica)
+                for part in (range(own), range(own, len(stages)))
+                for replica in range(replicas_of[part[0]] if part else 0)
+                for stage in part
+            ]
+        )
+        of_row, replica = rows.T
+        row_of = np.zeros((len(stages), replicas_of.max()), dtype=np.int64)
+        row_of[of_row, replica] = np.arange(len(rows))
+        # A replica's m-th micro-batch has the number m · replicas + replica in the step.
+        numbers = cells[of_row, :, 1] * replicas_of[of_row, None] + replica[:, None]
+        before, behind = np.full((2, count, len(rows)), -1, dtype=np.int64)
+        every = np.arange(count)
+        paths = row_of[np.arange(len(stages))[:, None], every % replicas_of[:, None]]  # (stages, numbers)
+        for above, below in pairwise(paths):
+            before[every, below], behind[every, above] = above, below
+        lengths = np.array([len(stages[stage]) for stage in of_row], dtype=np.int32)
+        operations = cells[of_row, :, 0].astype(np.int8)
+        return Table(operations, numbers.astype(np.int32), lengths, of_row.astype(np.int64), before, behind)
 
 
 @lru_cache(maxsize=64)
@@ -318,14 +351,6 @@ def _check_stage(
             raise ConfigError(
                 f"stage {stage} must run {' or '.join(wanted)} for micro-batch {micro_batch}, got {found or 'nothing'}"
             )
-
-
-def as_table(stages: Sequence[Sequence[Instruction]]) -> Table:
-    lengths = np.array([len(stage) for stage in stages], dtype=np.int32)
-    cells = np.zeros((len(stages), lengths.max(), 2), dtype=np.int32)
-    for row, stage in zip(cells, stages, strict=True):
-        row[: len(stage)] = stage
-    return Table(cells[..., 0].astype(np.int8), np.ascontiguousarray(cells[..., 1]), lengths)
 
 
 def _with_transfers(schedule: Schedule, stage: int) -> tuple[Instruction, ...]:

@@ -1,37 +1,31 @@
-"""Event simulation of a pipeline schedule."""
+"""Simulated pipelines: a schedule on given durations, and whole steps of a partition under any layout."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, NoReturn, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from omnibal.cluster import Links
-from omnibal.compiled import compiled
-from omnibal.cost import FloatArray, IntArray, Load
+from omnibal.cluster import Layout, Links
+from omnibal.cost import FloatArray, Load
 from omnibal.errors import ConfigError
+from omnibal.pipeline.events import run_steps, run_table
 from omnibal.pipeline.partition import Partition, frozen_stages
-from omnibal.pipeline.schedule import Operation, Schedule, Table, one_f_one_b
-from omnibal.pipeline.times import (
-    check_partition,
-    complete_gradients,
-    durations_of,
-    reduced_at,
-    release_of,
-    step_times,
-    transfers_of,
-)
+from omnibal.pipeline.schedule import Operation, Schedule, Table
+from omnibal.pipeline.spread import IMAGES, EncoderWork, language_partition, split_profile
+from omnibal.pipeline.times import StepTimes, Unit, check_partition, stacked, step_times
+from omnibal.pipeline.units import check_units, numbered, schedule_of
 from omnibal.profile.records import ModelProfile
 
 Mode = Literal["rendezvous", "overlap"]
 
 
 class Event(NamedTuple):
-    stage: int
+    stage: int  # the row, where all replicas of units are simulated as one
     operation: Operation
     micro_batch: int
     start_seconds: float
@@ -39,8 +33,8 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class TableRun:
-    """When each row of a table ran what; a row is a stage of one replica."""
+class Simulation:
+    """When each row of a table ran what; a row is a stage, with units a stage of one of the replicas."""
 
     table: Table
     """The instructions that were run, transfers among them in mode ``"rendezvous"``."""
@@ -48,15 +42,30 @@ class TableRun:
     """Seconds from the start of the step to the start of each instruction, of the shape of the table."""
     ends: FloatArray
     """Seconds from the start of the step to the end of each instruction, of the shape of the table."""
+    encoder_stages: int = 0
+    """With units, how many of the first stages are the encoder's."""
 
     @property
     def row_names(self) -> list[str]:
-        return [f"stage {stage}" for stage in range(len(self.ends))]
+        """Such as ``stage 1``, or with units ``encoder 0`` and ``LLM 1, stage 0``."""
+        if not self.encoder_stages:
+            return [f"stage {stage}" for stage in self.table.stages]
+        names, seen = list[str](), Counter[int]()
+        behind = int(self.table.stages.max()) + 1 - self.encoder_stages
+        for stage in self.table.stages.tolist():
+            is_encoder = stage < self.encoder_stages
+            part, first, count = ("encoder", 0, self.encoder_stages) if is_encoder else (
+                "LLM", self.encoder_stages, behind
+            )  # fmt: skip
+            names.append(f"{part} {seen[stage]}" + (f", stage {stage - first}" if count > 1 else ""))
+            seen[stage] += 1
+        return names
 
     @property
     def stage_rows(self) -> list[list[int]]:
         """The rows of each stage."""
-        return [[row] for row in range(len(self.ends))]
+        stages = self.table.stages
+        return [np.flatnonzero(stages == stage).tolist() for stage in range(stages.max() + 1)]
 
     @property
     def stage_busy_seconds(self) -> FloatArray:
@@ -105,19 +114,11 @@ class TableRun:
 
 
 @dataclass(frozen=True, eq=False)
-class Simulation(TableRun):
-    """When each stage of a pipeline ran what."""
-
-    schedule: Schedule
-    """The schedule that was run."""
-
-
-@dataclass(frozen=True, eq=False)
 class StepSimulation:
     """One optimizer step of all replicas.
 
     Args:
-        replicas: The pipeline of each replica.
+        replicas: The pipeline of each replica; with units, whose replicas meet, one simulation of all.
         reduced_seconds: When each stage has added up its gradients over the replicas; shape (stages,).
         optimizer_seconds: Each stage's optimizer step; shape (stages,).
     """
@@ -145,9 +146,10 @@ class StepSimulation:
     @property
     def reduce_seconds(self) -> FloatArray:
         """How long each stage still waits for its gradients' sums when it is done in all replicas; shape (stages,)."""
+        rows = self.replicas[0].stage_rows
         finish = np.max([replica.finish_seconds for replica in self.replicas], axis=0)
-        waits: FloatArray = np.maximum(self.reduced_seconds - finish, 0)
-        return waits
+        waits: FloatArray = self.reduced_seconds - np.array([finish[of_stage].max() for of_stage in rows])
+        return waits.clip(min=0)
 
     @property
     def bubble_ratio(self) -> float:
@@ -200,79 +202,160 @@ def simulate_step(
     loads: Iterable[Load],
     links: Links,
     *,
+    layout: Layout | None = None,
+    encoder_links: Links | None = None,
     zero_stage: int = 1,
     recompute: Sequence[str] | None = None,
     schedule: Schedule | None = None,
     mode: Mode = "rendezvous",
-    num_replicas: int | None = None,
-    head_start_seconds: float = 0.0,
 ) -> StepSimulation:
     """Predict one optimizer step.
 
     Args:
         profile: What the layers cost.
-        partition: Which layers each stage holds.
-        loads: One Load per replica, each with one entry per micro-batch in the order in which they run.
-        links: How fast data moves.
-        zero_stage: 0, or 1 as in Layout: each replica updates its share of the parameters only.
+        partition: Which layers each stage holds. With units, the encoder's stages come first; with a spread encoder,
+            the LLM's first stage begins with the encoder's layers.
+        loads: One Load per replica (of the LLM), each with one entry per micro-batch in the order in which they run.
+        links: How fast data moves between stages, and between replicas (of the LLM).
+        layout: Where the encoder runs; by default in the pipeline's first stages.
+        encoder_links: Between the encoder's replicas with units, between all devices if the encoder is spread; by
+            default as ``links``.
+        zero_stage: 0, or 1 as in Layout: each replica updates its share of the parameters only. A layout says its own.
         recompute: A level for each layer; by default ``"none"``.
         schedule: By default 1F1B. Stages before the first trained layer run it forward only.
-        mode: As in :func:`simulate`, for schedules with whole backward passes; others overlap (:func:`mode_of`).
-        num_replicas: How many replicas there are, where ``loads`` stand for more of them.
-        head_start_seconds: How long updated weights have been on their way when the step begins.
+        mode: As in :func:`simulate`, for schedules with whole backward passes; others overlap (:func:`mode_of`), and so
+            do units.
 
     Raises:
-        ConfigError: The partition, the levels or the schedule do not fit, loads are not one per replica and equally
-            long, there is no such ZeRO stage under a pipeline, or the schedule deadlocks.
+        ConfigError: The partition, the levels, the layout or the schedule do not fit, loads are not one per replica and
+            equally long, there is no such ZeRO stage under a pipeline, or the schedule deadlocks.
     """
     check_partition(profile, partition)
-    times = step_times(profile, loads, links, zero_stage=zero_stage, recompute=recompute, num_replicas=num_replicas)
-    simulated, micro_batches, _ = times.forward.shape
-    # Replicas do not meet within a step: each pipeline is simulated alone. ``ready`` collects when the last replica
-    # has a layer's gradient, from which on the replicas can add it up.
-    schedule = schedule or one_f_one_b(partition.num_stages, micro_batches)
-    if (schedule.num_stages, schedule.micro_batches) != (partition.num_stages, micro_batches):
+    load = stacked(loads)
+    layout = Layout(partition.num_stages, len(load), zero_stage=zero_stage) if layout is None else layout
+    if (len(load), partition.num_stages) != (layout.num_replicas, layout.num_stages):
         raise ConfigError(
-            f"schedule must be for {partition.num_stages} stages and {micro_batches} micro-batches, "
+            f"layout must have the loads' {len(load)} replicas and the partition's {partition.num_stages} stages, "
+            f"got {layout}"
+        )
+    schedule = schedule or schedule_of(layout, load.shape[1], "1f1b")
+    if (schedule.num_stages, schedule.micro_batches) != (partition.num_stages, load.shape[1]):
+        raise ConfigError(
+            f"schedule must be for {partition.num_stages} stages and {load.shape[1]} micro-batches, "
             f"got {schedule.num_stages} and {schedule.micro_batches}"
         )
+    mode = mode_of(schedule, mode)
+    if layout.is_spread:
+        behind, own = language_partition(profile, partition), encoder_links or links
+        return _simulate_spread(profile, behind, load, layout, (own, links), recompute, schedule, mode)
+    unit = None
+    if layout.encoder is not None:
+        check_units(layout)
+        load = Load.stack([numbered(load)])
+        border = partition.boundaries[layout.encoder_stages]
+        unit = Unit(border, layout.encoder.num_replicas, encoder_links or links)
+    times = step_times(
+        profile, load, links, zero_stage=layout.zero_stage, recompute=recompute, num_replicas=layout.num_replicas,
+        unit=unit,
+    )  # fmt: skip
+    return _run_step(profile, times, partition, schedule, mode)
+
+
+def _simulate_spread(
+    profile: ModelProfile,
+    partition: Partition,
+    load: Load,
+    layout: Layout,
+    links: tuple[Links, Links],
+    recompute: Sequence[str] | None,
+    schedule: Schedule,
+    mode: Mode,
+) -> StepSimulation:
+    """The LLM's pipeline, cut by ``partition``, between the two passes of an encoder that is on all devices.
+
+    ``links`` are those of the encoder and of the LLM.
+    """
+    encoder, language = split_profile(profile)
+    border = len(encoder.layers)
+    levels = (None, None) if recompute is None else (recompute[:border], recompute[border:])
+    work = EncoderWork.of(encoder, load, layout, links[0], levels[0])
+    # Before the pipeline, all devices together; the LLM's weights come meanwhile, behind the encoder's.
+    encodes = max(work.exchanges.pixels, work.release_seconds)
+    encoded = encodes + work.forward_seconds
+    begins = encoded + work.exchanges.features
+    times = step_times(language, load, links[1], zero_stage=layout.zero_stage, recompute=levels[1])
+    step = _run_step(language, times, partition, schedule, mode, head_start=begins - float(work.times.gather[-1]))
+    # Behind it, all devices together again.
+    passes, reduced = [(Operation.F, encodes, encoded)], begins + step.reduced_seconds
+    if encoder.frozen_front < border:
+        backward = begins + step.pipeline_seconds + work.exchanges.gradients
+        passes.append((Operation.BW, backward, backward + work.backward_seconds))
+        reduced = np.maximum(reduced, work.reduced_seconds(float(reduced.max()), backward))
+    replicas = tuple(_with_images(replica, begins, passes) for replica in step.replicas)
+    return StepSimulation(replicas, reduced, step.optimizer_seconds + float(work.times.optimizer[-1]))
+
+
+def _with_images(simulation: Simulation, begins: float, passes: Sequence[tuple[Operation, float, float]]) -> Simulation:
+    """A replica whose pipeline begins so late, with the encoder's passes (operation, start, end) on each stage.
+
+    Their micro-batch is ``IMAGES``.
+    """
+    table, lengths = simulation.table, simulation.table.lengths
+    rows, columns = table.operations.shape
+    shape, inner = (rows, columns + len(passes)), np.s_[:, 1 : columns + 1]
+    starts, ends = np.zeros(shape), np.zeros(shape)
+    operations, micro_batches = np.zeros(shape, dtype=np.int8), np.zeros(shape, dtype=np.int32)
+    operations[inner], micro_batches[inner] = table.operations, table.micro_batches
+    starts[inner], ends[inner] = simulation.starts + begins, simulation.ends + begins
+    # The first pass goes before, the second one behind what each row runs.
+    for place, (operation, start, end) in zip((np.zeros(rows, dtype=int), lengths + 1), passes, strict=False):
+        here = np.arange(rows), place
+        operations[here], micro_batches[here], starts[here], ends[here] = operation, IMAGES, start, end
+    wider = table._replace(operations=operations, micro_batches=micro_batches, lengths=lengths + len(passes))
+    return Simulation(wider, starts, ends)
+
+
+def _run_step(
+    profile: ModelProfile, times: StepTimes, partition: Partition, schedule: Schedule, mode: Mode,
+    head_start: float = 0.0,
+) -> StepSimulation:  # fmt: skip
     boundaries = np.array(partition.boundaries)
     schedule = schedule.with_frozen_front(int(frozen_stages(profile, boundaries)))
-    mode = mode_of(schedule, mode)
-    replicas, ready = [], np.zeros(len(profile.layers))
-    for replica in range(simulated):
-        durations, transfers, release = (
-            of(times, replica, boundaries) for of in (durations_of, transfers_of, release_of)
-        )
-        release = (release - head_start_seconds).clip(min=0)
-        replicas.append(run(schedule, durations, transfers, mode, release))
-        complete_gradients(times, replica, boundaries, replicas[-1].table, replicas[-1].starts, ready)
-    reduced = reduced_at(times, boundaries, ready)
-    return StepSimulation(tuple(replicas), reduced, np.diff(times.optimizer[boundaries]))
+    table = table_of(schedule, mode)
+    starts, ends = np.zeros((2, len(times.forward), *table.operations.shape))
+    reduced = np.zeros(schedule.num_stages)
+    if not len(run_steps(times, table, boundaries, 1, mode == "rendezvous", head_start, starts, ends, reduced)):
+        _refuse_deadlock(mode)
+    replicas = tuple(Simulation(table, *each, schedule.encoder_stages) for each in zip(starts, ends, strict=True))
+    return StepSimulation(replicas, reduced, np.diff(times.optimizer[boundaries]))
+
+
+def table_of(schedule: Schedule, mode: Mode) -> Table:
+    return schedule.blocking_table if mode == "rendezvous" else schedule.table
 
 
 def mode_of(schedule: Schedule, unsplit: Mode) -> Mode:
     """How transfers of a schedule run: beside the computations under our own tables, else as ``unsplit`` says."""
-    # The engine runs schedules with a waiting W by its own tables, and all others by DeepSpeed's instructions.
-    return "overlap" if any(schedule.pending_weights) else unsplit
+    # The engine runs units and schedules with a waiting W by its own tables, all others by DeepSpeed's instructions.
+    return "overlap" if schedule.replicas or any(schedule.pending_weights) else unsplit
 
 
-def run(
-    schedule: Schedule, durations: FloatArray, transfers: FloatArray, mode: Mode, release: FloatArray | None = None
-) -> Simulation:
-    """:func:`simulate` on checked arrays; ``durations`` are those of F, BW, B and W, (4, micro-batches, stages)."""
-    table = schedule.blocking_table if mode == "rendezvous" else schedule.table
-    starts, ends = np.zeros(table.operations.shape), np.zeros(table.operations.shape)
-    release = np.zeros(schedule.num_stages) if release is None else release
-    if mode == "rendezvous":
-        has_ended = run_blocking(table, durations, transfers, release, starts, ends)
-    else:
-        wiring = chain(schedule.num_stages, schedule.micro_batches)
-        has_ended = run_overlapped(table, wiring, durations, transfers, release, starts, ends)
-    if not has_ended:
-        remedy = '; try mode="overlap"' if mode == "rendezvous" else ""
-        raise ConfigError(f"a schedule must come to an end, got one that deadlocks in mode {mode!r}{remedy}")
-    return Simulation(table, starts, ends, schedule)
+def run(schedule: Schedule, durations: FloatArray, transfers: FloatArray, mode: Mode) -> Simulation:
+    """:func:`simulate` on checked arrays.
+
+    ``durations`` are those of F, BW, B and W, (4, micro-batches, stages), ``transfers`` (micro-batches, stages).
+    """
+    table = table_of(schedule, mode)
+    starts, ends = np.zeros((2, *table.operations.shape))
+    release = np.zeros(len(table.lengths))
+    if not run_table(table, mode == "rendezvous", durations, transfers, release, starts, ends):
+        _refuse_deadlock(mode)
+    return Simulation(table, starts, ends)
+
+
+def _refuse_deadlock(mode: Mode) -> NoReturn:
+    remedy = '; try mode="overlap"' if mode == "rendezvous" else ""
+    raise ConfigError(f"a schedule must come to an end, got one that deadlocks in mode {mode!r}{remedy}")
 
 
 def checked_seconds(
@@ -284,6 +367,8 @@ def checked_seconds(
     mode: Mode,
 ) -> tuple[FloatArray, FloatArray]:
     """Durations and transfers as :func:`run` takes them, from what :func:`simulate` takes."""
+    if len(set(schedule.replicas)) > 1:
+        raise ConfigError(f"replicas of a schedule must be as many on every stage, got {schedule.replicas}")
     if mode not in get_args(Mode):
         raise ConfigError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
     shape = (schedule.micro_batches, schedule.num_stages)
@@ -295,7 +380,7 @@ def checked_seconds(
     cuts = (shape[0], shape[1] - 1)
     transfer = np.zeros(cuts) if transfer_seconds is None else _seconds("transfer_seconds", transfer_seconds, cuts)
     # F, BW, B, W: the order of Operation
-    return np.stack([forward, backward + weight, backward, weight]), transfer
+    return np.stack([forward, backward + weight, backward, weight]), np.pad(transfer, ((0, 0), (0, 1)))
 
 
 def _seconds(name: str, values: ArrayLike, shape: tuple[int, int]) -> FloatArray:
@@ -306,132 +391,3 @@ def _seconds(name: str, values: ArrayLike, shape: tuple[int, int]) -> FloatArray
     if wrong.any():
         raise ConfigError(f"{name} must be finite and not negative, got {seconds[wrong][0]:g}")
     return seconds
-
-
-_F, _BW, _B, _W = int(Operation.F), int(Operation.BW), int(Operation.B), int(Operation.W)
-_SEND_ACTIVATION, _RECEIVE_GRADIENT = int(Operation.SEND_ACTIVATION), int(Operation.RECEIVE_GRADIENT)
-
-
-# Both kernels take a schedule's table and fill in when each instruction starts and ends:
-#
-#     seconds        seconds of each computation, shape (4, micro-batches, stages), by Operation
-#     transfers      seconds between stages s and s + 1, either way, shape (micro-batches, stages - 1)
-#     release        when each stage may begin its first forward pass, shape (stages,)
-#     starts, ends   output, seconds, shape of the table's operations
-#
-# They return whether every instruction could run; False means a deadlock. Stages are visited in turn and run as far as
-# they can: O(instructions) for pipelines that keep busy, O(instructions × stages) at worst.
-
-
-@compiled
-def run_blocking(
-    table: Table, seconds: FloatArray, transfers: FloatArray, release: FloatArray, starts: FloatArray, ends: FloatArray
-) -> bool:
-    """Run ``Schedule.blocking_table``: the two sides of a transfer wait for each other and are busy until it ends."""
-    operations, micro_batches, lengths = table
-    num_stages = len(lengths)
-    clock = np.zeros(num_stages)  # when a stage has ended its last instruction
-    done = np.zeros(num_stages, dtype=np.int64)  # instructions that a stage has run
-    # Visit the stages in turn. Each one runs until it meets a transfer whose other side has not come to it; a round in
-    # which no stage ran anything is the end of the step, or a deadlock.
-    going_on = True
-    while going_on:
-        going_on = False
-        for stage in range(num_stages):
-            while done[stage] < lengths[stage]:
-                here = done[stage]
-                operation, micro_batch = operations[stage, here], micro_batches[stage, here]
-                if operation <= _W:  # a computation waits for nobody
-                    if operation == _F and micro_batch == 0:
-                        clock[stage] = max(clock[stage], release[stage])
-                    starts[stage, here] = clock[stage]
-                    clock[stage] += seconds[operation, micro_batch, stage]
-                    ends[stage, here] = clock[stage]
-                    done[stage] += 1
-                    going_on = True
-                    continue
-                # A transfer runs once both stages have come to it. Activations go to the next stage, and their
-                # gradients come back from there; the other two operations face the stage before.
-                peer = stage + 1 if operation in (_SEND_ACTIVATION, _RECEIVE_GRADIENT) else stage - 1
-                there = done[peer]
-                if there == lengths[peer] or micro_batches[peer, there] != micro_batch:
-                    break
-                if operations[peer, there] != operation ^ 1:  # a send and its receive differ in the last bit
-                    break
-                starts[stage, here] = starts[peer, there] = max(clock[stage], clock[peer])
-                clock[stage] = starts[stage, here] + transfers[micro_batch, min(stage, peer)]
-                clock[peer] = ends[stage, here] = ends[peer, there] = clock[stage]
-                done[stage] += 1
-                done[peer] += 1
-                going_on = True
-    return bool(np.all(done == lengths))
-
-
-class Wiring(NamedTuple):
-    """Which stages neighbour each other, by micro-batch; shape (micro-batches, stages) each, -1 where there is none.
-
-    In a plain pipeline, neighbours are the stages before and behind; where encoder and LLM have unequal numbers of
-    replicas (`omnibal.pipeline.units`), the neighbour across their border changes with the micro-batch.
-    """
-
-    before: IntArray
-    behind: IntArray
-
-
-@lru_cache(maxsize=64)
-def chain(num_stages: int, micro_batches: int) -> Wiring:
-    """The wiring of a plain pipeline."""
-    stages = np.tile(np.arange(num_stages), (micro_batches, 1))
-    wiring = Wiring(stages - 1, np.where(stages + 1 < num_stages, stages + 1, -1))
-    for array in wiring:
-        array.flags.writeable = False  # cached: shared by all callers
-    return wiring
-
-
-@compiled
-def run_overlapped(
-    table: Table, wiring: Wiring, seconds: FloatArray, transfers: FloatArray, release: FloatArray, starts: FloatArray,
-    ends: FloatArray,
-) -> bool:  # fmt: skip
-    """Run ``Schedule.table``: transfers start by themselves and cost no stage time; a link carries one at a time.
-
-    ``transfers[m, stage]`` is what micro-batch m takes from a stage to the one behind it, and back.
-    """
-    operations, micro_batches, lengths = table
-    num_stages, num_micro_batches = len(lengths), seconds.shape[1]
-    clock = np.zeros(num_stages)  # when a stage has ended its last instruction
-    done = np.zeros(num_stages, dtype=np.int64)  # instructions that a stage has run
-    # Arrival of a micro-batch's activation and of its gradient at each stage; infinity until its sender has run. The
-    # first stage's pixels are there from the beginning, and so is the gradient of the last stage's loss.
-    activation, gradient = np.full((2, num_micro_batches, num_stages), np.inf)
-    for m in range(num_micro_batches):
-        for stage in range(num_stages):
-            if wiring.before[m, stage] < 0:
-                activation[m, stage] = 0
-            if wiring.behind[m, stage] < 0:
-                gradient[m, stage] = 0
-    down, up = np.zeros(num_stages), np.zeros(num_stages)  # when the links from a stage are free
-    # As in run_blocking, but a stage stops only where the input of its next instruction has not been sent.
-    going_on = True
-    while going_on:
-        going_on = False
-        for stage in range(num_stages):
-            while done[stage] < lengths[stage]:
-                here = done[stage]
-                operation, m = operations[stage, here], micro_batches[stage, here]
-                ready = activation[m, stage] if operation == _F else gradient[m, stage]
-                if ready == np.inf:
-                    break
-                if here == 0:
-                    ready = max(ready, release[stage])
-                starts[stage, here] = max(clock[stage], ready)
-                clock[stage] = ends[stage, here] = starts[stage, here] + seconds[operation, m, stage]
-                done[stage] += 1
-                going_on = True
-                # The result leaves when its stage has computed it and the link has carried all earlier ones.
-                before, behind = wiring.before[m, stage], wiring.behind[m, stage]
-                if operation == _F and behind >= 0:
-                    down[stage] = activation[m, behind] = max(clock[stage], down[stage]) + transfers[m, stage]
-                elif operation in (_BW, _B) and before >= 0:
-                    up[stage] = gradient[m, before] = max(clock[stage], up[stage]) + transfers[m, before]
-    return bool(np.all(done == lengths))

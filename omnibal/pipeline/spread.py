@@ -1,4 +1,4 @@
-"""Simulation of a step whose encoder is on all devices, before the LLM's pipeline and behind it.
+"""What a step takes beside the LLM's pipeline if its encoder is on all devices.
 
     rank 0   pixels E features F0 F1 B0 … gradients E'
     rank 1   pixels E features    F0 …    gradients E'
@@ -11,27 +11,16 @@ come before the LLM's, and gradients of the LLM are summed before the encoder's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
-
-import numpy as np
 
 from omnibal.cluster import Layout, Links
 from omnibal.cost import FloatArray, Load
 from omnibal.errors import ConfigError
 from omnibal.families.base import encoder_layers
 from omnibal.pipeline.partition import Partition
-from omnibal.pipeline.schedule import SCHEDULES, Instruction, Operation, ScheduleName, Table, as_table
-from omnibal.pipeline.simulate import Simulation, StepSimulation, simulate_step
-from omnibal.pipeline.times import (
-    StepTimes,
-    check_partition,
-    complete_gradients,
-    reduced_at,
-    release_of,
-    step_times,
-)
+from omnibal.pipeline.times import StepTimes, check_partition, step_times
 from omnibal.profile.records import ModelProfile
 
 IMAGES: Final = -1
@@ -116,71 +105,23 @@ class EncoderWork:
         )  # fmt: skip
         return cls(times, Exchanges.of(encoder, load, layout, links))
 
+    @property
+    def release_seconds(self) -> float:
+        """When the encoder may begin: a layer's updated weights must have come by its turn."""
+        return max(float((self.times.gather[1:] - self.times.forward[0, 0, :-1]).max()), 0.0)
 
-def simulate_spread(
-    profile: ModelProfile,
-    partition: Partition,
-    loads: Iterable[Load],
-    layout: Layout,
-    links: Links,
-    *,
-    encoder_links: Links | None = None,
-    recompute: Sequence[str] | None = None,
-    schedule: ScheduleName = "1f1b",
-) -> StepSimulation:
-    """Predict one optimizer step; the encoder's passes are instructions of the micro-batch ``IMAGES``.
+    @property
+    def forward_seconds(self) -> float:
+        return float(self.times.forward[0, 0, -1])
 
-    Arguments are those of `omnibal.pipeline.units.simulate_units`, but for ``partition``: the LLM's stages, the first
-    of which begins with the encoder's layers; and ``encoder_links``, which join all devices.
+    @property
+    def backward_seconds(self) -> float:
+        return float(self.times.backward[0, 0, -1] + self.times.weight[0, 0, -1])
 
-    Raises:
-        ConfigError: Partition, loads and layout do not fit together, or the first stage holds no layer of the LLM.
-    """
-    if not layout.is_spread:
-        raise ConfigError(f"layout must spread the encoder, got {layout}")
-    behind, (encoder, language) = language_partition(profile, partition), split_profile(profile)
-    border, load = len(encoder.layers), Load.stack(loads)
-    if load.shape[0] != layout.num_replicas or partition.num_stages != layout.num_stages:
-        raise ConfigError(
-            f"layout must have the loads' {load.shape[0]} replicas and the partition's {partition.num_stages} stages, "
-            f"got {layout}"
-        )
-    levels = (None, None) if recompute is None else (recompute[:border], recompute[border:])
-    work = EncoderWork.of(encoder, load, layout, encoder_links or links, levels[0])
-    own, exchanges, whole = work.times, work.exchanges, np.array([0, border])
-    # Before the pipeline, all devices together; the LLM's weights come meanwhile, behind the encoder's.
-    encodes = max(exchanges.pixels, float(release_of(own, 0, whole)[0]))
-    encoded = encodes + float(own.forward[0, 0, -1])
-    begins = encoded + exchanges.features
-    step = simulate_step(
-        language, behind, list(load), links, zero_stage=layout.zero_stage, recompute=levels[1],
-        schedule=SCHEDULES[schedule](layout.num_stages, load.shape[1]),
-        head_start_seconds=begins - float(own.gather[-1]),
-    )  # fmt: skip
-    # Behind it, all devices together again.
-    passes, reduced = [(Operation.F, encodes, encoded)], begins + step.reduced_seconds
-    if encoder.frozen_front < border:
-        backward = begins + step.pipeline_seconds + exchanges.gradients
-        ends = backward + float(own.backward[0, 0, -1] + own.weight[0, 0, -1])
-        passes.append((Operation.BW, backward, ends))
-        ready = np.full(border, reduced.max())
-        complete_gradients(own, 0, whole, as_table([[Instruction(Operation.BW, 0)]]), np.array([[backward]]), ready)
-        reduced = np.maximum(reduced, reduced_at(own, whole, ready))
-    replicas = tuple(_with_images(replica, begins, passes) for replica in step.replicas)
-    return StepSimulation(replicas, reduced, step.optimizer_seconds + float(own.optimizer[-1]))
-
-
-def _with_images(simulation: Simulation, begins: float, passes: Sequence[tuple[Operation, float, float]]) -> Simulation:
-    """A replica whose pipeline begins so late, with the encoder's passes (operation, start, end) on each stage."""
-    table, lengths = simulation.table, simulation.table.lengths
-    rows, columns = table.operations.shape
-    shape, inner = (rows, columns + len(passes)), np.s_[:, 1 : columns + 1]
-    starts, ends = np.zeros(shape), np.zeros(shape)
-    operations, micro_batches = np.zeros(shape, dtype=np.int8), np.zeros(shape, dtype=np.int32)
-    operations[inner], micro_batches[inner] = table.operations, table.micro_batches
-    starts[inner], ends[inner] = simulation.starts + begins, simulation.ends + begins
-    # The first pass goes before, the second one behind what each row runs.
-    for place, (operation, start, end) in zip((np.zeros(rows, dtype=int), lengths + 1), passes, strict=False):
-        here = np.arange(rows), place
-        operations[here], micro_batches[here], starts[here], ends[here] = operation, IMAGES, start, end
-    return Simulation(Table(operations, micro_batches, lengths + len(passes)), starts, ends, simulation.schedule)
+    def reduced_seconds(self, earliest: float, backward_start: float) -> float:
+        """When the gradients are summed over all devices, where no sum begins before ``earliest``."""
+        # The backward pass goes from the last layer to the first. So do the sums: one waits for its layer's gradient
+        # and for the sum before it.
+        passed = self.times.backward[0, 0] + self.times.weight[0, 0]
+        ready = (backward_start + passed[-1] - passed[:-1]).clip(min=earliest)
+        return float((ready + self.times.reduce[1:]).max())

@@ -18,7 +18,6 @@ from omnibal.memory.recompute import recompute_seconds
 from omnibal.pipeline.partition import cut_parts
 from omnibal.pipeline.simulate import StepSimulation
 from omnibal.pipeline.times import step_times, summed
-from omnibal.pipeline.units import UnitSimulation
 from omnibal.plan import Plan, Prediction, StagePrediction
 from omnibal.planner.packings import Packing, StepLoads, spread_steps
 from omnibal.profile.records import LEVELS, ModelProfile, every_layer
@@ -89,7 +88,7 @@ class Variant:
     samples_per_step: float
 
     @cached_property
-    def simulated(self) -> tuple[StepSimulation | UnitSimulation, ...]:
+    def simulated(self) -> tuple[StepSimulation, ...]:
         return tuple(self.plan.simulate(self.profile, loads) for loads in self.steps)
 
     @property

@@ -12,14 +12,15 @@ import numpy as np
 from omnibal.cost import FloatArray
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import InfeasibleError, bytes_in_words
+from omnibal.families.base import encoder_layers
 from omnibal.pipeline.optimize import Boundaries, descend, least_maximum, model_optima
 from omnibal.pipeline.partition import Partition
-from omnibal.pipeline.schedule import SCHEDULES
+from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.plan import Plan
 from omnibal.planner.packings import PlanRequest, packings
 from omnibal.planner.prediction import predict
-from omnibal.planner.step_model import StepCosts, StepModel, models_of
-from omnibal.profile.records import ModelProfile
+from omnibal.planner.step_model import SpreadModel, StepCosts, StepModel, models_of
+from omnibal.profile.records import LEVELS, Level, ModelProfile
 
 _FAR = 1e3  # penalty for a stage over its memory budget, in forward passes of the whole model
 _FINALISTS = 3  # packings of each schedule that go through local search: those with the fastest proposals
@@ -58,7 +59,7 @@ def improve(model: StepModel) -> Choice:
     # hardly binds.
     seconds = _formula(model, np.zeros_like(model.recompute)) | _formula(model, model.recompute)
     best = sorted(seconds, key=seconds.__getitem__)[:_STARTS]
-    return _best(model, descend(best, seconds, model.step_seconds, model.bound))
+    return _best(model, descend(best, seconds, model.evaluate, model.bound))
 
 
 def retreat(choice: Choice, missing_bytes: Sequence[int]) -> Choice:
@@ -78,22 +79,22 @@ def retreat(choice: Choice, missing_bytes: Sequence[int]) -> Choice:
     )
     smaller = model.with_budgets(budgets)
     smaller.levels(choice.boundaries)  # says what is missing
-    return _best(smaller, {choice.boundaries: float(smaller.step_seconds(np.array([choice.boundaries]))[0])})
+    return _best(smaller, {choice.boundaries: float(smaller.evaluate(np.array([choice.boundaries]))[0])})
 
 
 def _formula(model: StepModel, recompute: FloatArray) -> dict[Boundaries, float]:
     """Simulated seconds of the partitions that the closed formula finds best."""
-    average = model.average.mean
+    average = model.problem.mean
     whole = average.passing[0, 0, -1]
     # A stage that does not fit has an infinite pace. Its passage must be finite, since infinite ones could not be
     # summed, but too long for any shortest way.
-    pace = model.turns * (average.pace + recompute)
+    pace = model.costs.turns * (average.pace + recompute)
     passing = average.passing + np.where(np.isfinite(pace), recompute, _FAR * whole)
     passing[0, 0, -1] = whole  # the entry of the whole model is the unit in which the formula measures evenness
     optima = model_optima(pace, passing, model.packing.micro_batches)
     if model.layout.has_units:
         optima.append(_even_parts(pace, model.layout.encoder_stages))
-    return dict(zip(optima, model.step_seconds(np.array(optima)).tolist(), strict=True))
+    return dict(zip(optima, model.evaluate(np.array(optima)).tolist(), strict=True))
 
 
 def _even_parts(pace: FloatArray, own: int) -> Boundaries:
@@ -109,6 +110,55 @@ def _even_parts(pace: FloatArray, own: int) -> Boundaries:
 def _best(model: StepModel, seconds: dict[Boundaries, float]) -> Choice:
     boundaries = min(seconds, key=lambda found: (seconds[found], found))
     return Choice(model, boundaries, model.chosen_seconds(boundaries, seconds[boundaries]))
+
+
+@dataclass(frozen=True)
+class PlacedStep:
+    plan: Plan
+    """Its layout, cut and recompute levels; layers of a spread encoder are counted with the first stage."""
+    step_seconds: float
+    """Mean over the steps of the packing."""
+    recompute_seconds: float
+    """Seconds of all devices together that a step recomputes."""
+    peak_bytes: int
+    """What the fullest device holds."""
+
+
+def place(costs: StepCosts, schedule: ScheduleName, level: Level = "none") -> PlacedStep:
+    """The closed formula's best partition, its levels, and the mean seconds of a step.
+
+    Args:
+        costs: Their layout is one pipeline through encoder and LLM, or one of each where both have devices of their own
+            (DistTrain), or that of the LLM where the encoder is spread.
+        schedule: What the LLM's stages run.
+        level: What a spread encoder recomputes: ``"none"`` keeps its activations through the pipeline.
+
+    Raises:
+        InfeasibleError: A device does not fit what it must hold; ``missing_bytes`` says by how much.
+    """
+    is_spread, packing = costs.layout.is_spread, costs.packing
+    model = SpreadModel(costs, schedule, level=level) if is_spread else StepModel(costs, schedule)
+    if not model.fits:
+        raise InfeasibleError(f"memory must hold every stage of {model}", missing_bytes=model.missing[0])
+    choice = propose(model)
+    plan = choice.plan
+    held = plan.footprint(costs.profile, packing.largest, packing.fullest_mean).stages(plan.partition, plan.recompute)
+    if not isfinite(choice.step_seconds):
+        budgets = costs.request.budgets(plan.layout)
+        over = max(stage.total - budget for stage, budget in zip(held, budgets, strict=True))
+        raise InfeasibleError("the spread encoder must fit beside the LLM's state", missing_bytes=over)
+    peak = max(stage.total for stage in held)
+    return PlacedStep(plan, choice.step_seconds, _recomputed(costs, plan.recompute), peak)
+
+
+def _recomputed(costs: StepCosts, levels: tuple[Level, ...]) -> float:
+    """Seconds of all devices together that all micro-batches of a mean step recompute."""
+    layout, layers, shape = costs.layout, costs.profile.layers, costs.packing.all_loads.shape
+    seconds = costs.recompute_seconds[np.arange(len(levels)), [LEVELS.index(level) for level in levels]]
+    border = 0 if layout.encoder is None else encoder_layers(layers)
+    encoder = layout.num_tensor if layout.encoder is None else layout.encoder.num_tensor
+    whole = float(seconds[:border].sum()) * encoder + float(seconds[border:].sum()) * layout.num_tensor
+    return whole * shape[1] * shape[2]
 
 
 @dataclass(frozen=True)
@@ -158,20 +208,14 @@ def make_plan(
             for model in models_of(costs, schedule)
         ]
     # 2. The closed formula proposes a partition for each: cheap, and good enough to tell which deserve a search.
-    proposals: dict[StepModel, Choice] = {}
-    for number, model in enumerate(models, 1):
-        report(f"proposing partitions, {number} of {len(models)}: {model}")
-        if model.fits:
-            proposals[model] = propose(model)
-    proposals = {model: choice for model, choice in proposals.items() if isfinite(choice.step_seconds)}
-    if not proposals:
-        raise _infeasible(models)
-    # A step of other samples than were asked for trains another way: without a plan that keeps them, the nearest count.
-    off = {model: abs(model.packing.samples_per_step / request.global_batch - 1) for model in proposals}
-    most = max(request.batch_tolerance, min(off.values()))
-    proposals = {model: choice for model, choice in proposals.items() if off[model] <= most}
-    # 3. The simulator searches around the best proposals.
-    finalists = _finalists(proposals)
+    proposals = _proposals(models, request, report)
+    # 3. The simulator searches around the best proposals of each schedule.
+    ranking = sorted(proposals, key=lambda model: proposals[model].sample_seconds)
+    finalists = [
+        model
+        for schedule in SCHEDULES
+        for model in [model for model in ranking if model.schedule_name == schedule][:_FINALISTS]
+    ]
     for number, model in enumerate(finalists, 1):
         report(f"searching partitions, {number} of {len(finalists)}: {model}")
         proposals[model] = improve(model)
@@ -190,12 +234,21 @@ def make_plan(
     return PlanResult(plan, tried[0], tried)
 
 
-def _finalists(proposals: Mapping[StepModel, Choice]) -> list[StepModel]:
-    # The models with the fastest proposals of each schedule.
-    ranking = sorted(proposals, key=lambda model: proposals[model].sample_seconds)
-    return [
-        model for schedule in SCHEDULES for model in [m for m in ranking if m.schedule_name == schedule][:_FINALISTS]
-    ]
+def _proposals(
+    models: Sequence[StepModel], request: PlanRequest, report: Callable[[str], object]
+) -> dict[StepModel, Choice]:
+    proposals: dict[StepModel, Choice] = {}
+    for number, model in enumerate(models, 1):
+        report(f"proposing partitions, {number} of {len(models)}: {model}")
+        if model.fits:
+            proposals[model] = propose(model)
+    proposals = {model: choice for model, choice in proposals.items() if isfinite(choice.step_seconds)}
+    if not proposals:
+        raise _infeasible(models)
+    # A step of other samples than were asked for trains another way: without a plan that keeps them, the nearest count.
+    off = {model: abs(model.packing.samples_per_step / request.global_batch - 1) for model in proposals}
+    most = max(request.batch_tolerance, min(off.values()))
+    return {model: choice for model, choice in proposals.items() if off[model] <= most}
 
 
 def _infeasible(models: Sequence[StepModel]) -> InfeasibleError:

@@ -1,8 +1,16 @@
-"""The step of one packing under one layout and schedule, as a function of where the model is cut."""
+"""What a search of the planner searches: the step of one packing, layout and schedule, by where the model is cut.
+
+    StepCosts    what every micro-batch costs in every layer, whatever the schedule and the cut; made once a packing
+    StepModel    a cut's recompute levels (the least that fit the budgets), its simulated seconds, and a bound on them
+    SpreadModel  a StepModel of the LLM's pipeline alone, with a spread encoder before and behind it
+
+`omnibal.planner.search` asks a StepModel for ``recompute`` and ``problem.mean`` to propose cuts by a formula, and for
+``evaluate`` and ``bound`` to improve them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
@@ -22,8 +30,8 @@ from omnibal.pipeline.problem import PartitionProblem
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.pipeline.simulate import mode_of
 from omnibal.pipeline.spread import share_of_step, split_profile
-from omnibal.pipeline.times import StepTimes, backward_of_layers, step_times, summed
-from omnibal.pipeline.units import UnitProblem, numbered, schedule_of, unit_times
+from omnibal.pipeline.times import StepTimes, Unit, backward_of_layers, step_times, summed
+from omnibal.pipeline.units import numbered, schedule_of
 from omnibal.plan import Plan
 from omnibal.planner.packings import Packing, PlanRequest
 from omnibal.profile.records import LEVELS, Level, ModelProfile, every_layer
@@ -54,31 +62,24 @@ class StepCosts:
         return self.layout.num_replicas / np.array(replicas)[:, None, None]
 
     @cached_property
-    def average(self) -> StepTimes:
-        """All steps as replicas of one step, for means over micro-batches; nothing recomputes."""
-        return self._times(self._loads)
+    def times(self) -> StepTimes:
+        """Seconds of the replicas of all steps, step after step; nothing recomputes."""
+        unit, encoder = None, self.layout.encoder
+        if encoder is not None:
+            own = self.request.cluster.links_of(self.layout, of_encoder=True)
+            unit = Unit(encoder_layers(self.profile.layers), encoder.num_replicas, own)
+        return step_times(
+            self.profile, self._loads, self.links, zero_stage=self.layout.zero_stage,
+            num_replicas=self.layout.num_replicas, unit=unit,
+        )  # fmt: skip
 
-    @cached_property
-    def steps(self) -> list[StepTimes]:
-        """The times of each step; nothing recomputes."""
-        # `average` counts the replicas of all steps as those of one: what depends on their number comes from a single
-        # step.
-        count = len(self.packing.steps)
-        first = self._times(self._loads[: len(self._loads) // count])
-        whole = {name: getattr(first, name) for name in ("reduce", "gather", "optimizer")}
-        names = [name for name in first._fields if name not in whole]
-        parts = zip(*(np.split(getattr(self.average, name), count) for name in names), strict=True)
-        return [first._replace(**dict(zip(names, part, strict=True)), **whole) for part in parts]
-
-    @cached_property
-    def backward(self) -> FloatArray:
-        """Backward pass of every layer at each level, shape (levels, layers, *shape of the loads)."""
-        # A level that a layer does not offer has the seconds of "none"; `choose_levels` never takes it.
-        load, count = Load.stack(self._loads), len(self.profile.layers)
-        of_levels = [
-            backward_of_layers(self.profile, load, self.profile.levels_like([level] * count)) for level in LEVELS
-        ]
-        return np.moveaxis(np.array(of_levels), -1, 1)
+    def times_at(self, levels: tuple[Level, ...]) -> StepTimes:
+        """`times` with backward passes that recompute at these levels."""
+        if set(levels) == {"none"}:
+            return self.times
+        columns = [LEVELS.index(level) for level in levels]
+        of_layers = self._backward[columns, np.arange(len(levels))]
+        return self.times._replace(backward=summed(of_layers.transpose(1, 2, 0)))
 
     @cached_property
     def recompute_seconds(self) -> FloatArray:
@@ -86,18 +87,22 @@ class StepCosts:
         return recompute_seconds(self.profile, self.packing.all_loads)
 
     @cached_property
+    def _backward(self) -> FloatArray:
+        """Backward pass of every layer at each level, shape (levels, layers, *shape of the loads)."""
+        # A level that a layer does not offer has the seconds of "none"; `choose_levels` never takes it.
+        load, count = Load.stack(self._loads), len(self.profile.layers)
+        of_levels = [
+            backward_of_layers(self.profile, load, self.profile.levels_like(every_layer(level, count)))
+            for level in LEVELS
+        ]
+        return np.moveaxis(np.array(of_levels), -1, 1)
+
+    @cached_property
     def _loads(self) -> list[Load]:
         """A Load per step and replica; of units one per step, with all micro-batches in the order of their numbers."""
         if self.layout.has_units:
             return [numbered(Load.stack(step)) for step in self.packing.steps]
         return [load for step in self.packing.steps for load in step]
-
-    def _times(self, loads: Sequence[Load]) -> StepTimes:
-        if not self.layout.has_units:
-            return step_times(self.profile, loads, self.links, zero_stage=self.layout.zero_stage)
-        own = self.request.cluster.links_of(self.layout, of_encoder=True)
-        border = encoder_layers(self.profile.layers)
-        return unit_times(self.profile, loads, self.layout, border, self.links, encoder_links=own)
 
 
 class StepModel:
@@ -111,14 +116,17 @@ class StepModel:
     ) -> None:
         self.costs, self.packing, self.layout, self.request = costs, costs.packing, costs.layout, costs.request
         self.profile = self.whole = costs.profile  # ``whole`` is of the model
-        self.num_stages, self.turns = costs.layout.num_stages, costs.turns
+        self.num_stages = costs.layout.num_stages
         self.schedule_name = schedule
         self.schedule = schedule_of(self.layout, self.packing.micro_batches, schedule)
         self.budgets = budgets or self.request.budgets(self.layout)
         self.footprint = Footprint(
             self.profile, self.packing.largest, self.schedule, self.layout, self.request.cluster.overhead_bytes
         )
-        self.average, self.steps = self._problem(costs.average), [self._problem(times) for times in costs.steps]
+        self.problem = PartitionProblem(
+            self.profile, costs.times, self.schedule, mode_of(self.schedule, "rendezvous"), len(self.packing.steps)
+        )
+        self._table = StageTable(self.footprint, self.budgets)
         self._chosen: dict[tuple[int, int, int], tuple[Level, ...]] = {}
 
     def __str__(self) -> str:
@@ -149,10 +157,13 @@ class StepModel:
         return int(missing), boundaries
 
     @cached_property
+    def busy_seconds(self) -> FloatArray:
+        """Seconds that every possible stage computes in a step, recomputation included."""
+        return self.packing.micro_batches * (self.costs.turns * (self.problem.mean.stage + self.recompute))
+
+    @cached_property
     def lower_bound_seconds(self) -> float:
-        seconds = self.turns * (self.average.mean.stage + self.recompute)
-        busy = self.packing.micro_batches * least_maximum(seconds)[0]
-        return max(busy, fmean(problem.lower_bound_seconds for problem in self.steps))
+        return max(least_maximum(self.busy_seconds)[0], self.problem.lower_bound_seconds)
 
     def with_budgets(self, budgets: tuple[int, ...]) -> StepModel:
         return StepModel(self.costs, self.schedule_name, budgets)
@@ -170,39 +181,23 @@ class StepModel:
         )
 
     def chosen_seconds(self, boundaries: Boundaries, seconds: float) -> float:
-        """What a step takes under the partition that was chosen, of which `step_seconds` said ``seconds``."""
+        """What a step takes under the partition that was chosen, of which `evaluate` said ``seconds``."""
         return seconds
 
     def levels(self, boundaries: Boundaries) -> tuple[Level, ...]:
         """The levels of all layers that fit at the least recompute time."""
         return tuple(level for stage in range(self.num_stages) for level in self._levels(stage, boundaries))
 
-    def step_seconds(self, partitions: IntArray) -> FloatArray:
+    def evaluate(self, partitions: IntArray) -> FloatArray:
         """Mean seconds of a step under each partition and its levels; infinite where a stage does not fit."""
-        return np.array([self._fitting_seconds(tuple(boundaries)) for boundaries in partitions.tolist()])
+        return np.array([self._fitting_seconds(boundaries) for boundaries in partitions])
 
     def bound(self, partitions: IntArray) -> FloatArray:
-        """Lower bounds of `step_seconds`, of the same shapes."""
-        # The slowest stage is busy with every micro-batch of the step, recomputation included.
-        stages = (np.arange(self.num_stages), partitions[:, :-1], partitions[:, 1:])
-        seconds = self.turns[:, 0, 0] * (self.average.mean.stage[stages] + self.recompute[stages])
-        busy = self.packing.micro_batches * seconds.max(axis=1)
-        bound: FloatArray = np.maximum(busy, _mean(problem.bound(partitions) for problem in self.steps))
+        """Lower bounds of `evaluate`, of the same shapes."""
+        # The slowest stage is busy with every micro-batch of the step.
+        busy = self.busy_seconds[np.arange(self.num_stages), partitions[:, :-1], partitions[:, 1:]].max(axis=1)
+        bound: FloatArray = np.maximum(busy, self.problem.bound(partitions))
         return bound
-
-    def with_levels(self, levels: tuple[Level, ...]) -> list[PartitionProblem]:
-        """The problem of each step, with backward passes that recompute at these levels."""
-        columns, layers = [LEVELS.index(level) for level in levels], np.arange(len(levels))
-        sums = summed(self.costs.backward[columns, layers].transpose(1, 2, 0))
-        return [
-            replace(problem, times=problem.times._replace(backward=backward))
-            for problem, backward in zip(self.steps, np.split(sums, len(self.steps)), strict=True)
-        ]
-
-    def _problem(self, times: StepTimes) -> PartitionProblem:
-        if self.layout.has_units:
-            return UnitProblem.of(self.profile, times, self.layout, self.schedule_name)
-        return PartitionProblem(self.profile, times, self.schedule, mode_of(self.schedule, "rendezvous"))
 
     def _levels(self, stage: int, boundaries: Boundaries) -> tuple[Level, ...]:
         a, b = boundaries[stage], boundaries[stage + 1]
@@ -212,22 +207,12 @@ class StepModel:
             )
         return self._chosen[stage, a, b]
 
-    def _fitting_seconds(self, boundaries: Boundaries) -> float:
+    def _fitting_seconds(self, boundaries: IntArray) -> float:
         try:
-            levels = self.levels(boundaries)
+            levels = self.levels(tuple(boundaries.tolist()))
         except InfeasibleError:
             return np.inf
-        row = np.array([boundaries])
-        return float(np.mean([problem.evaluate(row)[0] for problem in self.with_levels(levels)]))
-
-    @cached_property
-    def _table(self) -> StageTable:
-        return StageTable(self.footprint, self.budgets)
-
-
-def _mean(steps: Iterable[FloatArray]) -> FloatArray:
-    mean: FloatArray = np.mean(list(steps), axis=0)
-    return mean
+        return self.problem.step_seconds(boundaries, self.costs.times_at(levels))
 
 
 class SpreadModel(StepModel):
@@ -296,7 +281,7 @@ class SpreadModel(StepModel):
         return max(stage.total - most for stage, most in zip(held, self._device_bytes, strict=True))
 
 
-def models_of(costs: StepCosts, schedule: ScheduleName) -> list[StepModel]:
+def models_of(costs: StepCosts, schedule: ScheduleName) -> Sequence[StepModel]:
     """What is searched of a layout: one model, or two of a spread encoder that keeps what it needs or recomputes."""
     if not costs.layout.is_spread:
         return [StepModel(costs, schedule)]

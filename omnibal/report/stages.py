@@ -15,9 +15,8 @@ from omnibal.cost import Load
 from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.partition import frozen_stages
 from omnibal.pipeline.schedule import Operation, Schedule
-from omnibal.pipeline.simulate import Event, StepSimulation, TableRun
+from omnibal.pipeline.simulate import Event, Simulation, StepSimulation
 from omnibal.pipeline.spread import IMAGES
-from omnibal.pipeline.units import UnitSimulation
 from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
 from omnibal.report.style import (
@@ -71,7 +70,7 @@ VISIBLE_WIDTH: Final = 0.001  # a bar of a smaller share of the picture is not a
 DIGIT_WIDTH: Final = 0.008  # micro-batches are numbered where a bar takes at least this share of the picture per digit
 
 
-def step_figures(profile: ModelProfile, plan: Plan, step: StepSimulation | UnitSimulation, load: Load) -> Row:
+def step_figures(profile: ModelProfile, plan: Plan, step: StepSimulation, load: Load) -> Row:
     """A step that was simulated under a plan, as JSON values; memory is that of micro-batches like ``load``."""
     memory = enumerate(plan.memory(profile, load))
     schedule = plan.make_schedule().with_frozen_front(int(frozen_stages(profile, np.array(plan.partition.boundaries))))
@@ -100,9 +99,7 @@ def stage_layers(plan: Plan, layers: Sequence[Any], stage: int) -> dict[str, Any
     }
 
 
-def _stage(
-    profile: ModelProfile, plan: Plan, step: StepSimulation | UnitSimulation, schedule: Schedule, stage: int
-) -> dict[str, Any]:
+def _stage(profile: ModelProfile, plan: Plan, step: StepSimulation, schedule: Schedule, stage: int) -> dict[str, Any]:
     simulation = step.replicas[step.slowest_replica]
     micro_batches, makespan = schedule.micro_batches_of(stage), simulation.makespan_seconds
     busy = float(simulation.stage_busy_seconds[stage])
@@ -124,7 +121,7 @@ def _stage(
     }
 
 
-def _seconds(simulation: TableRun, stage: int, *operations: Operation) -> float:
+def _seconds(simulation: Simulation, stage: int, *operations: Operation) -> float:
     """Seconds of some operations on a replica of a stage, on average."""
     rows = simulation.stage_rows[stage]
     ran = np.isin(simulation.table.operations[rows], operations)
@@ -238,7 +235,7 @@ def visible_terms(variants: Iterable[Sequence[StageMemory]], budget_bytes: Seque
     return [term for term in TERMS if max(sizes[term] for sizes in held) >= VISIBLE_HEIGHT * height]
 
 
-def plot_timeline(simulations: Mapping[str, TableRun], path: Path) -> None:
+def plot_timeline(simulations: Mapping[str, Simulation], path: Path) -> None:
     """Draw a panel per pipeline on a common time axis: a row per stage, a bar per instruction, its idle time beside."""
     end = max(simulation.makespan_seconds for simulation in simulations.values())
     unit, name = (1.0, "seconds") if end >= 10 else (1e3, "milliseconds")
@@ -253,7 +250,7 @@ def plot_timeline(simulations: Mapping[str, TableRun], path: Path) -> None:
         figure.legend(handles=_legend(simulations), loc="outside lower center", ncols=4)
 
 
-def _draw(axes: Axes, simulation: TableRun, unit: float, end: float) -> None:
+def _draw(axes: Axes, simulation: Simulation, unit: float, end: float) -> None:
     stages = range(len(simulation.ends))
     # Events sort by stage and then by operation: each group is one colour in one row.
     rows = groupby(sorted(simulation.events), key=lambda event: (event.stage, event.operation))
@@ -289,7 +286,7 @@ def _draw_bars(axes: Axes, stage: int, operation: Operation, events: Sequence[Ev
             axes.text(start + width / 2, stage, number, ha="center", va="center", fontsize=7, color="white")
 
 
-def _legend(simulations: Mapping[str, TableRun]) -> list[Patch]:
+def _legend(simulations: Mapping[str, Simulation]) -> list[Patch]:
     """An entry for every operation that can be seen."""
     from matplotlib.patches import Patch
 

@@ -108,7 +108,7 @@ def test_units_run_too(task):
     assert task.num_processes == 3
     emulation = run_emulation(task)
     for emulated, predicted in zip(emulation.steps, task.predicted, strict=True):
-        assert emulated.row_names == ["encoder 0", "LLM 0", "LLM 1"]
+        assert emulated.replicas[0].row_names == ["encoder 0", "LLM 0", "LLM 1"]
         assert (emulated.ends - emulated.starts >= predicted.ends - predicted.starts - 1e-6).all()
         assert emulated.step_seconds >= predicted.step_seconds - 1e-6
         assert (emulated.reduced_seconds >= predicted.reduced_seconds - 1e-6).all()

@@ -11,7 +11,7 @@ from omnibal.cluster import Encoder, Layout
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.transfers import describe, read_description
 from omnibal.pipeline.schedule import one_f_one_b, zero_bubble, zero_bubble_lean
-from omnibal.pipeline.units import unit_schedule
+from omnibal.pipeline.units import schedule_of
 from omnibal.vlm.payload import PackCounts, note_counts
 from tests.engine.nccl import ALL_RULES, MILDEST, STRICTEST, Kernel, Post, Rules, Wait, deadlock
 from tests.engine.recording import RecordedEngine, record
@@ -108,7 +108,7 @@ def test_transfers_of_units_end_under_all_of_nccls_rules(name, encoder_stages, l
             plan = SimpleNamespace(
                 schedule=name,
                 runs_table=True,
-                make_schedule=partial(unit_schedule, layout, 6, name),
+                make_schedule=partial(schedule_of, layout, 6, name),
                 predicted=None,
                 num_stages=num_stages,
                 micro_batches=6,

@@ -1,9 +1,7 @@
 import numpy as np
 import pytest
 
-from omnibal.pipeline.problem import stage_bounds
-from omnibal.pipeline.simulate import chain, run_overlapped
-from omnibal.pipeline.times import durations_of, transfers_of
+from omnibal.pipeline.problem import PartitionProblem
 from tests.pipeline.oracles import schedule_of
 from tests.pipeline.profiles import fixed_profile
 from tests.pipeline.random_problems import all_partitions, problem_of, random_arguments
@@ -43,14 +41,6 @@ def test_a_split_backward_is_bounded_too(seed):
     rng = np.random.default_rng(seed)
     arguments["loads"] = [load[rng.integers(len(load), size=3)] for load in arguments["loads"]]
     times = problem_of(arguments).times
-    bounds = stage_bounds(times, schedule, "overlap")
-    starts, ends = np.zeros(schedule.table.operations.shape), np.zeros(schedule.table.operations.shape)
-    for boundaries in all_partitions(len(arguments["profile"].layers), 3):
-        seconds = 0.0
-        for replica in range(len(times.forward)):
-            durations, transfers = durations_of(times, replica, boundaries), transfers_of(times, replica, boundaries)
-            wiring = chain(3, schedule.micro_batches)
-            run_overlapped(schedule.table, wiring, durations, transfers, np.zeros(3), starts, ends)
-            seconds = max(seconds, ends.max())
-        seconds += np.diff(times.reduce[boundaries]).max() + np.diff(times.optimizer[boundaries]).max()
-        assert bounds[np.arange(3), boundaries[:-1], boundaries[1:]].max() <= seconds * (1 + 1e-9)
+    problem = PartitionProblem(arguments["profile"], times, schedule, "overlap")
+    partitions = all_partitions(len(arguments["profile"].layers), 3)
+    assert (problem.bound(partitions) <= problem.evaluate(partitions) * (1 + 1e-9)).all()

@@ -4,8 +4,8 @@ from deepspeed.runtime.pipe.schedule import TrainSchedule
 
 from omnibal.cluster import Encoder, Layout
 from omnibal.errors import ConfigError
+from omnibal.pipeline import units
 from omnibal.pipeline.schedule import SCHEDULES, Operation, Schedule, one_f_one_b, zero_bubble, zero_bubble_lean
-from omnibal.pipeline.units import unit_schedule
 from tests.pipeline.oracles import schedule_of
 
 DEEPSPEED_NAMES = {
@@ -111,9 +111,9 @@ def test_tables_that_do_not_run_every_micro_batch_once_are_refused(text, message
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_that_are_made_pass_the_check_of_given_ones(name):
     made = [SCHEDULES[name](stages, micro_batches) for stages in (1, 2, 5) for micro_batches in (1, 3, 8)]
-    made += [unit_schedule(Layout(3, 2, encoder=Encoder(1, replicas)), 4, name) for replicas in (1, 2, 4)]
+    made += [units.schedule_of(Layout(3, 2, encoder=Encoder(1, replicas)), 4, name) for replicas in (1, 2, 4)]
     for schedule in [*made, *(each.with_frozen_front(each.num_stages - 1) for each in made)]:
-        assert Schedule(schedule.stages, schedule.micro_batches, schedule.replicas) == schedule
+        assert Schedule(schedule.stages, schedule.micro_batches, schedule.replicas, schedule.encoder_stages) == schedule
 
 
 def test_micro_batches_out_of_range_are_refused():

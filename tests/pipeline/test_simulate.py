@@ -164,7 +164,7 @@ def test_weights_given_apart_belong_to_an_unsplit_backward():
 
 
 def test_in_flight_counts_are_the_schedules():
-    assert equal_stages(4, 8, mode="overlap").schedule.in_flight == (4, 3, 2, 1)
+    assert one_f_one_b(4, 8).in_flight == (4, 3, 2, 1)
 
 
 def test_nothing_takes_no_time():

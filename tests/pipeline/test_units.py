@@ -7,14 +7,20 @@ from omnibal.cluster import Encoder, Layout, Links
 from omnibal.cost import Load
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition
+from omnibal.pipeline.problem import PartitionProblem
 from omnibal.pipeline.schedule import Operation, Schedule, one_f_one_b, zero_bubble
 from omnibal.pipeline.simulate import simulate, simulate_step
-from omnibal.pipeline.units import UnitProblem, encoder_schedule, numbered, simulate_units, unit_schedule, unit_times
+from omnibal.pipeline.times import Unit, step_times
+from omnibal.pipeline.units import encoder_schedule, numbered, schedule_of
 from tests.pipeline.profiles import fixed_profile
 from tests.pipeline.random_problems import random_arguments
 from tests.pipeline.test_simulate_step import packs
 
 FREE = Links(np.inf)
+
+
+def simulate_units(profile, partition, loads, layout, links, **more):
+    return simulate_step(profile, partition, loads, links, layout=layout, **more)
 
 
 def units(num_stages, replicas, encoder_replicas, encoder_stages=1, **more):
@@ -46,7 +52,7 @@ def test_an_encoder_that_costs_nothing_leaves_the_pipeline_of_the_llm():
 def test_an_encoder_serves_two_llms_in_turns():
     # Forward 1 s, backward 2 s on either; the encoder runs 8 of both: 24 s, and waits for the first gradient.
     found = simulate_units(fixed_profile([1, 1]), Partition((0, 1, 2)), packs(4, 2), units(2, 2, 1), FREE)
-    operations, numbers, lengths = found.table
+    operations, numbers, lengths = found.replicas[0].table[:3]
     rows = [
         [(Operation(kind).name, number) for kind, number in zip(*both, strict=True)][:length]
         for *both, length in zip(operations, numbers, lengths, strict=True)
@@ -54,19 +60,20 @@ def test_an_encoder_serves_two_llms_in_turns():
     assert [entry[1] for entry in rows[1]] == [0, 0, 2, 2, 4, 4, 6, 6]
     assert [entry[1] for entry in rows[2]] == [1, 1, 3, 3, 5, 5, 7, 7]
     assert rows[0][:4] == [("F", 0), ("F", 1), ("F", 2), ("BW", 0)]
-    assert found.busy_seconds.tolist() == [24, 12, 12] and found.step_seconds == 8 * 3 + 1
+    assert found.replicas[0].busy_seconds.tolist() == [24, 12, 12] and found.step_seconds == 8 * 3 + 1
 
 
 def test_two_encoders_take_turns_for_one_llm():
     found = simulate_units(fixed_profile([4, 1]), Partition((0, 1, 2)), packs(4, 1), units(2, 1, 2), FREE)
-    assert found.table.lengths.tolist() == [4, 4, 8]
-    assert found.busy_seconds.tolist() == [24, 24, 12]
+    assert found.replicas[0].table.lengths.tolist() == [4, 4, 8]
+    assert found.replicas[0].busy_seconds.tolist() == [24, 24, 12]
     one = simulate_units(fixed_profile([4, 1]), Partition((0, 1, 2)), packs(4, 1), units(2, 1, 1), FREE)
     assert found.step_seconds < 0.65 * one.step_seconds
 
 
 def test_rows_have_names_and_events_as_those_of_a_pipeline():
-    found = simulate_units(fixed_profile([1, 1, 1]), Partition((0, 1, 2, 3)), packs(2, 2), units(3, 2, 1), FREE)
+    profile = fixed_profile([1, 1, 1])
+    (found,) = simulate_units(profile, Partition((0, 1, 2, 3)), packs(2, 2), units(3, 2, 1), FREE).replicas
     assert found.row_names == ["encoder 0", "LLM 0, stage 0", "LLM 0, stage 1", "LLM 1, stage 0", "LLM 1, stage 1"]
     assert found.events[0] == (0, Operation.F, 0, 0.0, 1.0) and len(found.events) == 2 * (4 + 2 * 2 + 2 * 2)
     assert found.bubble_ratio == pytest.approx(1 - found.busy_seconds.mean() / found.makespan_seconds)
@@ -76,8 +83,8 @@ def test_a_frozen_encoder_runs_forward_only():
     profile = fixed_profile([1, 1, 1])
     frozen = replace(profile, layers=(replace(profile.layers[0], trainable=False), *profile.layers[1:]))
     found = simulate_units(frozen, Partition((0, 1, 2, 3)), packs(4, 2), units(3, 2, 1), FREE)
-    assert found.table.lengths.tolist() == [8, 8, 8, 8, 8] and found.busy_seconds[0] == 8
-    assert set(found.table.operations[0].tolist()) == {int(Operation.F)}
+    assert found.replicas[0].table.lengths.tolist() == [8, 8, 8, 8, 8] and found.replicas[0].busy_seconds[0] == 8
+    assert set(found.replicas[0].table.operations[0].tolist()) == {int(Operation.F)}
 
 
 def test_gradients_are_summed_over_the_replicas_of_their_own_part():
@@ -103,21 +110,21 @@ def test_the_encoders_depth_follows_the_replicas():
 
 
 def test_stages_of_units_number_the_micro_batches_of_their_own_replica():
-    one_for_two = unit_schedule(units(3, 2, 1), 4, "zero-bubble")
+    one_for_two = schedule_of(units(3, 2, 1), 4, "zero-bubble")
     assert [one_for_two.micro_batches_of(stage) for stage in range(3)] == [8, 4, 4]
     assert one_for_two.stages[0] == encoder_schedule(units(3, 2, 1), 4).stages[0]
     assert one_for_two.stages[1:] == zero_bubble(2, 4).stages
     frozen = one_for_two.with_frozen_front(1)
     assert [len(stage) for stage in frozen.stages] == [8, 8, 12]
     assert (frozen.replicas, frozen.in_flight) == ((1, 2, 2), (0, 2, 1))
-    two_for_one = unit_schedule(units(2, 1, 2), 4, "1f1b")
+    two_for_one = schedule_of(units(2, 1, 2), 4, "1f1b")
     assert [two_for_one.micro_batches_of(stage) for stage in range(2)] == [2, 4]
 
 
 def test_an_encoder_receives_its_first_gradient_where_the_llm_sends_it():
     """Before it sends the last of its first activations, for which the LLM's replica has no room yet."""
     for layout in (units(2, 1, 1), units(2, 2, 1), units(2, 1, 2), units(4, 4, 2), units(4, 2, 4)):
-        table = unit_schedule(layout, 8, "1f1b")
+        table = schedule_of(layout, 8, "1f1b")
         order = [f"{operation.name} {micro_batch}" for operation, micro_batch in table.blocking[0]]
         last = table.in_flight[0] - 1
         first_gradient = order.index("RECEIVE_GRADIENT 0")
@@ -126,10 +133,9 @@ def test_an_encoder_receives_its_first_gradient_where_the_llm_sends_it():
         ]  # fmt: skip
 
 
-def test_units_have_no_table_of_one_row_a_stage():
-    with pytest.raises(ConfigError, match=r"as many on every stage of a table, got \(1, 2\)"):
-        simulate(unit_schedule(units(2, 2, 1), 4, "1f1b"), np.ones((4, 2)), np.ones((4, 2)))
-    assert unit_schedule(units(2, 2, 2), 4, "1f1b").table.lengths.tolist() == [8, 8]
+def test_units_take_no_seconds_by_stage():
+    with pytest.raises(ConfigError, match=r"as many on every stage, got \(1, 2\)"):
+        simulate(schedule_of(units(2, 2, 1), 4, "1f1b"), np.ones((4, 2)), np.ones((4, 2)))
 
 
 def test_replicas_that_cannot_share_a_step_are_refused():
@@ -142,8 +148,6 @@ def test_replicas_that_cannot_share_a_step_are_refused():
 def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match="must divide each other, got 2 and 3"):
         simulate_units(fixed_profile([1, 1]), Partition((0, 1, 2)), packs(4, 3), units(2, 3, 2), FREE)
-    with pytest.raises(ConfigError, match="devices of its own"):
-        simulate_units(fixed_profile([1, 1]), Partition((0, 1, 2)), packs(4, 2), Layout(2, 2), FREE)
     with pytest.raises(ConfigError, match="loads' 2 replicas"):
         simulate_units(fixed_profile([1, 1]), Partition((0, 1, 2)), packs(4, 2), units(2, 1, 1), FREE)
     with pytest.raises(ConfigError, match=r"must divide the 4 packs of a step .*, got 8"):
@@ -157,6 +161,8 @@ def test_the_bound_is_what_a_step_takes_where_packs_are_few(replicas, encoder_re
     profile = replace(profile, layers=(replace(profile.layers[0], module="vision"), *profile.layers[1:]))
     layout, loads = units(3, replicas, encoder_replicas), packs(micro_batches, replicas)
     found = simulate_units(profile, Partition((0, 1, 2, 3)), loads, layout, FREE)
-    times = unit_times(profile, [numbered(Load.stack(loads))], layout, 1, FREE)
-    bound = UnitProblem.of(profile, times, layout, "1f1b").lower_bound_seconds
+    unit = Unit(1, encoder_replicas, FREE)
+    times = step_times(profile, [numbered(Load.stack(loads))], FREE, num_replicas=replicas, unit=unit)
+    problem = PartitionProblem(profile, times, schedule_of(layout, micro_batches, "1f1b"), "overlap")
+    bound = problem.lower_bound_seconds
     assert 0.93 * found.step_seconds <= bound <= found.step_seconds * (1 + 1e-12)

@@ -82,4 +82,4 @@ def two_phase_seconds(model):
     """Of the best partition for unbounded memory, with the least recompute that makes it fit; or infinite."""
     loads, links, zero_stage = model.packing.steps[0], model.costs.links, model.layout.zero_stage
     found = search_partition(model.profile, loads, model.num_stages, links, zero_stage=zero_stage)
-    return float(model.step_seconds(np.array([found.best.partition.boundaries]))[0])
+    return float(model.evaluate(np.array([found.best.partition.boundaries]))[0])

@@ -18,8 +18,8 @@ from omnibal.pipeline.simulate import simulate_step
 from omnibal.pipeline.spread import IMAGES, split_profile
 from omnibal.plan import Plan
 from omnibal.planner.packings import Packing, PlanRequest
-from omnibal.planner.placements import place
 from omnibal.planner.prediction import predict
+from omnibal.planner.search import place
 from omnibal.planner.step_model import StepCosts
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LayerCost, ModelProfile

@@ -51,7 +51,7 @@ def test_joint_search_is_within_two_per_cent_of_the_best_of_all(seed, apart):
 def test_the_model_of_a_step_agrees_with_the_public_simulator(seed, apart):
     model = random_step_model(seed, apart=apart)
     expected = everything(model)
-    found = model.step_seconds(np.array(list(expected)))
+    found = model.evaluate(np.array(list(expected)))
     assert found == pytest.approx(list(expected.values()))
     bounds = model.bound(np.array(list(expected)))
     assert (bounds <= found * (1 + 1e-9)).all()

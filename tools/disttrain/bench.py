@@ -21,7 +21,7 @@ from omnibal.pipeline.order import fill_intervals, order_micro_batches
 from omnibal.pipeline.schedule import Schedule, one_f_one_b
 from omnibal.pipeline.search import search_partition
 from omnibal.pipeline.simulate import Simulation, simulate
-from omnibal.pipeline.times import durations_of, step_times, transfers_of
+from omnibal.pipeline.times import step_times
 from omnibal.profile.counted import analytic_profile
 from tools.bench import machine, print_table
 from tools.partition.paper_models import LIMITS
@@ -116,8 +116,11 @@ def gains(num_stages: int, micro_batches: int) -> Iterator[list[object]]:
             times = step_times(PROFILE, step, links)
             of_replicas = []
             for replica in range(REPLICAS):
-                forward, backward, _, _ = durations_of(times, replica, boundaries)
-                pipeline = Pipeline(schedule, forward, backward, transfers_of(times, replica, boundaries))
+                forward, backward, weight = (
+                    np.diff(sums[replica][:, boundaries]) for sums in (times.forward, times.backward, times.weight)
+                )
+                backward += weight
+                pipeline = Pipeline(schedule, forward, backward, times.crossing[replica][:, boundaries[1:-1]])
                 given = pipeline.run(np.arange(micro_batches))
                 by_rule = pipeline.run(fill_intervals(forward, backward)).makespan_seconds
                 found = (pipeline.run(pipeline.ordered(most)).makespan_seconds for most in (3, MOST_SIMULATIONS))

@@ -21,7 +21,7 @@ from omnibal.families import layer_records
 from omnibal.pipeline.spread import split_profile
 from omnibal.planner.allocation import ModuleCost, allocate
 from omnibal.planner.packings import Packing, PlanRequest
-from omnibal.planner.placements import place
+from omnibal.planner.search import place
 from omnibal.planner.step_model import StepCosts
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile

@@ -29,13 +29,12 @@ from omnibal.cli.planning import plan_of, present_plan, real_packs
 from omnibal.cost import Load
 from omnibal.errors import OmnibalError
 from omnibal.pipeline.simulate import StepSimulation
-from omnibal.pipeline.units import UnitSimulation
 from omnibal.report.stages import plot_timeline
 from omnibal.report.style import GIB, Column, duration, scaled, table_of
 from tools.emulator import run
 from tools.emulator.run import Emulation, EmulationTask
 
-Steps = Sequence[StepSimulation | UnitSimulation]
+Steps = Sequence[StepSimulation]
 STAGE: Final = (
     "busy_seconds", "predicted_busy_seconds", "idle_ratio", "predicted_idle_ratio", "peak_bytes",
     "predicted_peak_bytes", "budget_bytes",

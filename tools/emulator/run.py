@@ -23,7 +23,6 @@ from omnibal.pipeline.partition import Partition, frozen_stages
 from omnibal.pipeline.schedule import Operation, Schedule, Table
 from omnibal.pipeline.simulate import Simulation, StepSimulation
 from omnibal.pipeline.spread import EncoderWork, language_partition, split_profile
-from omnibal.pipeline.units import UnitSimulation
 from omnibal.plan import Plan
 from omnibal.processes import reason_of
 from omnibal.profile.records import ModelProfile
@@ -99,7 +98,7 @@ class EmulationTask:
         return self.plan.make_schedule().with_frozen_front(frozen)
 
     @cached_property
-    def predicted(self) -> tuple[StepSimulation | UnitSimulation, ...]:
+    def predicted(self) -> tuple[StepSimulation, ...]:
         return tuple(self.plan.simulate(self.profile, loads) for loads in self.steps)
 
     @property
@@ -167,7 +166,7 @@ class DeviceReport:
 class Emulation:
     """The result of an emulated run, in seconds of the cluster."""
 
-    steps: tuple[StepSimulation | UnitSimulation, ...]  # when each stage of each replica ran what
+    steps: tuple[StepSimulation, ...]  # when each stage of each replica ran what
     peak_bytes: tuple[int, ...]  # the most that a device of each stage held
     start_seconds: float  # of the wall clock, until the first step began
 
@@ -219,7 +218,7 @@ def _gather(task: EmulationTask, reports: Sequence[DeviceReport]) -> Emulation:
     )
 
 
-def _step(task: EmulationTask, logs: Sequence[Sequence[StepLog]]) -> StepSimulation | UnitSimulation:
+def _step(task: EmulationTask, logs: Sequence[Sequence[StepLog]]) -> StepSimulation:
     start = min(log.start for replicas in logs for log in replicas)
 
     def seconds(wall: float) -> float:
@@ -227,18 +226,17 @@ def _step(task: EmulationTask, logs: Sequence[Sequence[StepLog]]) -> StepSimulat
 
     reduced = np.array([max(seconds(log.reduced) for log in replicas) for replicas in logs])
     updated = np.array([max(seconds(log.updated) for log in replicas) for replicas in logs])
-    predicted, optimizer = task.predicted[0], updated - reduced.max()
-    if isinstance(predicted, UnitSimulation):
-        stages = zip(predicted.stage_rows, logs, strict=True)
-        rows = {row: log for stage in stages for row, log in zip(*stage, strict=True)}
-        of_rows = [rows[row] for row in range(len(rows))]
-        return UnitSimulation(*_ran(task, predicted.table, of_rows, start), task.plan.layout, reduced, optimizer)
-    table = predicted.replicas[0].table
-    pipelines = tuple(
-        Simulation(*_ran(task, table, [replicas[replica] for replicas in logs], start), task.schedule)
-        for replica in range(task.plan.layout.num_replicas)
-    )
-    return StepSimulation(pipelines, reduced, optimizer)
+    # The logs of each pipeline's rows; with units all replicas are rows of one.
+    predicted, pipelines = task.predicted[0], list(zip(*logs, strict=False))
+    if task.plan.layout.has_units:
+        rows = zip(predicted.replicas[0].stage_rows, logs, strict=True)
+        by_row = {row: log for stage in rows for row, log in zip(*stage, strict=True)}
+        pipelines = [tuple(by_row[row] for row in range(len(by_row)))]
+    ran = [
+        Simulation(*_ran(task, simulation.table, of_rows, start), simulation.encoder_stages)
+        for simulation, of_rows in zip(predicted.replicas, pipelines, strict=True)
+    ]
+    return StepSimulation(tuple(ran), reduced, updated - reduced.max())
 
 
 def _ran(

@@ -18,7 +18,7 @@ from omnibal.advise.layouts import Kind, Weighing
 from omnibal.advise.models import Model, adapted_profile
 from omnibal.cluster import Cluster, Encoder, Layout
 from omnibal.errors import ConfigError, InfeasibleError
-from omnibal.planner.placements import PlacedStep
+from omnibal.planner.search import PlacedStep
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
 from tools.bench import line

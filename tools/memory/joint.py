@@ -9,7 +9,6 @@ from itertools import pairwise
 import numpy as np
 from tqdm import tqdm
 
-from omnibal.cost import FloatArray, IntArray
 from omnibal.data.limits import PackLimits
 from omnibal.errors import InfeasibleError
 from omnibal.pipeline.optimize import descend, model_optima
@@ -102,22 +101,16 @@ def two_phases(profile: ModelProfile, request: PlanRequest) -> Choice | Infeasib
     (layout,) = request.layouts(profile)
     model = StepModel(StepCosts(profile, packings(LENGTHS, request, layout.num_replicas)[0], layout, request))
 
-    def evaluate(partitions: IntArray) -> FloatArray:
-        return np.mean([problem.evaluate(partitions) for problem in model.steps], axis=0)
-
-    def bound(partitions: IntArray) -> FloatArray:
-        return np.mean([problem.bound(partitions) for problem in model.steps], axis=0)
-
-    average = model.average
-    starts = model_optima(average.mean.pace, average.mean.passing, model.packing.micro_batches)
-    seconds = dict(zip(starts, evaluate(np.array(starts)).tolist(), strict=True))
-    found = descend(sorted(starts, key=seconds.__getitem__)[:STARTS], seconds, evaluate, bound)
+    problem = model.problem
+    starts = model_optima(problem.mean.pace, problem.mean.passing, model.packing.micro_batches)
+    seconds = dict(zip(starts, problem.evaluate(np.array(starts)).tolist(), strict=True))
+    found = descend(sorted(starts, key=seconds.__getitem__)[:STARTS], seconds, problem.evaluate, problem.bound)
     boundaries = min(found, key=lambda each: (found[each], each))
     try:
         model.levels(boundaries)
     except InfeasibleError as error:
         return error
-    return Choice(model, boundaries, float(model.step_seconds(np.array([boundaries]))[0]))
+    return Choice(model, boundaries, float(model.evaluate(np.array([boundaries]))[0]))
 
 
 def main() -> None:

@@ -123,8 +123,7 @@ def request_of(row: Published, budget: int = MEMORY) -> PlanRequest:
 
 def seconds_of(model: StepModel, boundaries: Sequence[int], levels: tuple[Level, ...]) -> float:
     """Mean simulated step."""
-    row = np.array([boundaries])
-    return float(np.mean([problem.evaluate(row)[0] for problem in model.with_levels(levels)]))
+    return model.problem.step_seconds(np.array(boundaries), model.costs.times_at(levels))
 
 
 def overflow(model: StepModel, partition: Partition, levels: tuple[Level, ...]) -> str:

@@ -82,7 +82,8 @@ def _report(model: StepModel, cases: list[Case], peaks: list[tuple[int, ...]], s
     for case, peak, times, middle in zip(cases, peaks, seconds, middles, strict=True):
         predicted = [stage.total for stage in model.footprint.stages(case.partition, case.recompute)]
         levels = [case.recompute[a:b] for a, b in pairwise(case.partition.boundaries)]
-        step = model.with_levels(case.recompute)[0].evaluate(np.array([case.partition.boundaries]))[0]
+        costs = model.costs.times_at(case.recompute)
+        step = model.problem.step_seconds(np.array(case.partition.boundaries), costs)
         rows.append(
             (
                 case.name,
