@@ -20,7 +20,7 @@ from omnibal.errors import ConfigError
 from omnibal.formats.collate import IGNORED
 from omnibal.packs.apart import TYPES, mask_images, rotate_by_sample
 from omnibal.packs.collator import STATEFUL
-from omnibal.packs.encoders import EncoderAdapter, encoders_of, place_of
+from omnibal.packs.encoders import EncoderAdapter, device_and_dtype, encoders_of
 from omnibal.packs.losses import loss_per_target
 from omnibal.packs.proof import check_packed, two_texts
 from omnibal.ranks import Meeting, failures_reach_all_ranks
@@ -178,7 +178,7 @@ class Phases:
 
     def _placed(self, tensor: Tensor) -> Tensor:
         """Bring a tensor to the model's device, and floats to its precision, which is less to send than 32 bits."""
-        device, dtype = place_of(self.model)
+        device, dtype = device_and_dtype(self.model)
         # A copy from pinned memory that converts would convert on the processor, into memory that is not pinned.
         tensor = tensor.to(device, non_blocking=True)
         return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -32,7 +32,7 @@ from omnibal.packs.collator import (
     largest_rows,
     rows_of_images,
 )
-from omnibal.packs.encoders import EncoderAdapter, encoders_of, known_phases, phases_of, place_of
+from omnibal.packs.encoders import EncoderAdapter, device_and_dtype, encoders_of, known_phases, phases_of
 from omnibal.packs.padded import RowCollator
 from omnibal.profile.records import Level
 from omnibal.ranks import Meeting, gather, new_gloo_group
@@ -342,7 +342,7 @@ def carried_bytes(model: Any, num_positions: int) -> dict[str, Any]:
         layers["vision"] += len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
         if "sound" in rows:  # beside a ViT a unit is a position of a row, not the row
             unit["sound"] /= config.audio_config.max_source_positions
-    features = config.get_text_config().hidden_size * place_of(model)[1].itemsize
+    features = config.get_text_config().hidden_size * device_and_dtype(model)[1].itemsize
     # Gradients of features travel if anything outside of the LLM and its head is trained.
     head = model.get_output_embeddings()
     modules = [model.model.language_model, *([] if head is None else [head])]

@@ -156,7 +156,7 @@ class SoundEncoder:
         return sum(sounds_of(sample, self._arguments)), 0
 
     def blank(self) -> Mapping[str, Tensor]:
-        config, dtype = self._model.config.audio_config, place_of(self._model)[1]
+        config, dtype = self._model.config.audio_config, device_and_dtype(self._model)[1]
         frames = 2 * config.max_source_positions
         mask = (torch.arange(frames) < LEAST_FRAMES).long()[None]
         return dict(zip(PER_SOUND, (torch.zeros((1, config.num_mel_bins, frames), dtype=dtype), mask), strict=True))
@@ -237,7 +237,7 @@ def encode_in_every_evaluation(model: Any) -> None:
     def encode(kinds: list[str], *_: Any) -> None:
         for kind in kinds:
             blank = encoders[kind].blank()
-            encoders[kind].encode({name: value.to(place_of(model)[0]) for name, value in blank.items()})
+            encoders[kind].encode({name: value.to(device_and_dtype(model)[0]) for name, value in blank.items()})
 
     model.register_forward_pre_hook(begin, with_kwargs=True)
     language.register_forward_pre_hook(partial(encode, late))
@@ -274,8 +274,7 @@ def blank_image(model: Any) -> dict[str, Tensor]:
     """A small image as a model's encoder takes it, in the precision of its weights."""
     takes = _taken(model)
     try:
-        kinds = {"image_grid_thw": _blank_patches, "image_position_ids": _blank_places}
-        blank = next((kinds[name] for name in kinds if name in takes), _blank_tiles)(model)
+        blank = _blank_fields(model.config, takes, device_and_dtype(model)[1])
     except AttributeError:
         blank = {}
     needed = [name for name, parameter in takes.items() if parameter.default is parameter.empty]
@@ -292,7 +291,7 @@ def image_tokens(model: Any, images: Mapping[str, Tensor]) -> int:
     if not images:
         return 0
     with torch.no_grad():
-        on_device = {name: value.to(place_of(model)[0]) for name, value in images.items()}
+        on_device = {name: value.to(device_and_dtype(model)[0]) for name, value in images.items()}
         encoded = model.model.get_image_features(**as_one_row(on_device))
     return len(_joined(encoded.pooler_output))
 
@@ -304,27 +303,19 @@ def _taken(model: Any, kind: str = "image") -> dict[str, Parameter]:
     return {name: parameter for name, parameter in parameters.items() if parameter.kind not in gathering}
 
 
-def _blank_patches(model: Any) -> dict[str, Tensor]:
-    """A blank image for encoders of native resolution: as many patches as make one token."""
-    vision = model.config.vision_config
-    side = vision.spatial_merge_size
-    values = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
-    pixels = torch.ones((side**2, values), dtype=place_of(model)[1])
-    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])}
-
-
-def _blank_places(model: Any) -> dict[str, Tensor]:
-    """A blank image for encoders that are told where each patch is: as many patches as make two by two tokens."""
-    vision = model.config.vision_config
-    places = torch.cartesian_prod(*2 * [torch.arange(2 * vision.pooling_kernel_size)])[None]
-    pixels = torch.ones((1, places.shape[1], 3 * vision.patch_size**2), dtype=place_of(model)[1])
-    return {"pixel_values": pixels, "image_position_ids": places}
-
-
-def _blank_tiles(model: Any) -> dict[str, Tensor]:
-    """A blank image of one tile; for models that see a grid of tiles beside the whole, the smallest grid."""
-    takes = _taken(model)
-    config, vision, tiles = model.config, model.config.vision_config, 1
+def _blank_fields(config: Any, takes: Mapping[str, Parameter], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The smallest image that the encoder takes; AttributeError if the configuration does not tell its sizes."""
+    vision, tiles = config.vision_config, 1
+    if "image_grid_thw" in takes:  # native resolution: as many patches as make one token
+        side = vision.spatial_merge_size
+        values = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
+        pixels = torch.ones((side**2, values), dtype=dtype)
+        return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])}
+    if "image_position_ids" in takes:  # each patch with its position: as many as make two by two tokens
+        positions = torch.cartesian_prod(*2 * [torch.arange(2 * vision.pooling_kernel_size)])[None]
+        pixels = torch.ones((1, positions.shape[1], 3 * vision.patch_size**2), dtype=dtype)
+        return {"pixel_values": pixels, "image_position_ids": positions}
+    # One tile; for models that see a grid of tiles beside the whole, the smallest grid.
     # Pixtral takes images of any size: two by two tokens, for Mistral3 cannot encode a single one.
     native = hasattr(config, "spatial_merge_size")
     size = 2 * vision.patch_size * config.spatial_merge_size if native else vision.image_size
@@ -332,7 +323,7 @@ def _blank_tiles(model: Any) -> dict[str, Tensor]:
     if pinpoints := getattr(config, "image_grid_pinpoints", None):
         image = min(pinpoints, key=prod)
         tiles += prod(image) // (height * width)
-    blank = {"pixel_values": torch.ones((tiles, vision.num_channels, height, width), dtype=place_of(model)[1])}
+    blank = {"pixel_values": torch.ones((tiles, vision.num_channels, height, width), dtype=dtype)}
     if "image_sizes" in takes and takes["image_sizes"].default is Parameter.empty:
         blank["image_sizes"] = torch.tensor([image])
     if "pixel_attention_mask" in takes:
@@ -340,7 +331,7 @@ def _blank_tiles(model: Any) -> dict[str, Tensor]:
     return blank
 
 
-def place_of(model: nn.Module) -> tuple[torch.device, torch.dtype]:
+def device_and_dtype(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     """Device and precision of a model: those of its first weight that is not quantized to integers."""
     weight = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
     return weight.device, weight.dtype

@@ -239,15 +239,14 @@ def _changed(model: Any, pack: Mapping[str, Any], samples: Sequence[Mapping[str,
     """The pack with other words and pixels in one sample, in the same places."""
     changed = dict(pack)
     for name, value in pack.items():
-        shapes = [sample[name].shape for sample in samples if isinstance(sample.get(name), Tensor)]
         if not isinstance(value, Tensor) or not (name == "input_ids" or value.is_floating_point()):
             continue
-        have = [isinstance(sample.get(name), Tensor) for sample in samples]
-        rows = _rows(shapes, value.shape)
-        if rows is None or not have[number]:
+        with_it = [at for at, sample in enumerate(samples) if isinstance(sample.get(name), Tensor)]
+        rows = _rows([samples[at][name].shape for at in with_it], value.shape)
+        if rows is None or number not in with_it:
             continue
         dim, bounds = rows
-        start, stop = bounds[sum(have[:number])], bounds[sum(have[:number]) + 1]
+        start, stop = bounds[with_it.index(number) :][:2]
         own = value.narrow(dim, start, stop - start)
         other = _other_words(model, own) if name == "input_ids" else -own.flip(-1)
         changed[name] = value.clone()
