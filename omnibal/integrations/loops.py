@@ -26,10 +26,10 @@ from omnibal.integrations.lengths import LENGTHS, lengths_for, refuse_other_leng
 from omnibal.integrations.trainer.settings import (
     asked_steps,
     data_seed,
-    layout_of,
     recompute_of,
     refuse_values,
     set_micro_batches,
+    sharding_of,
 )
 from omnibal.integrations.trainer.steps import AskedSteps, counted_profile, describe
 from omnibal.packs.collator import FAMILIES, Collator, PackCollator, SampleCollator, arguments_of, positions_of
@@ -332,7 +332,7 @@ def _described(trainer: Any, sampler: PackSampler, limits: PackLimits, steps: As
     counted = counted_profile(trainer.accelerator.unwrap_model(trainer.model), name)
     costs = None if counted is None else phase_costs(counted, recompute=recompute_of(trainer))
     found = None if counted is None else counted.device
-    return describe(sampler, limits, costs, layout_of(trainer), steps, device=found)
+    return describe(sampler, limits, costs, sharding_of(trainer), steps, device=found)
 
 
 def _told_loss(trainer: Any, packs: int, *, exact_loss: bool) -> str:

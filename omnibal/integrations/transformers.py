@@ -26,15 +26,15 @@ from omnibal.integrations.trainer.loss import ExactEvaluation, StepLoss
 from omnibal.integrations.trainer.rearranging import rearrange_samples
 from omnibal.integrations.trainer.settings import (
     asked_steps,
+    data_rank_of,
     data_seed,
-    layout_of,
     memory_of,
     model_of,
     recompute_of,
     refuse_missing_kinds,
     refuse_settings,
-    replicas_of,
     set_micro_batches,
+    sharding_of,
     wants_all_gradients,
 )
 from omnibal.integrations.trainer.steps import counted_profile, describe, expected_gains
@@ -118,8 +118,8 @@ def balance(
     _begin(trainer)
     # Settings: what a step holds of which samples.
     loss, mixture = StepLoss(trainer, loss_reduction), None if mixture is None else Mixture.of(mixture)
-    args, dataset, model, layout = trainer.args, trainer.train_dataset, model_of(trainer), layout_of(trainer)
-    rank, num_replicas = replicas_of(trainer)
+    args, dataset, model, layout = trainer.args, trainer.train_dataset, model_of(trainer), sharding_of(trainer)
+    rank, num_replicas = data_rank_of(trainer)
     asked = asked_steps(trainer, num_replicas, samples_per_step, limits)
     # Lengths: given, kept, or measured now.
     collator_of = _collator_of(model, trainer.data_collator, padded=padded)
@@ -248,7 +248,7 @@ def _begin(trainer: Trainer) -> None:
     trainer.add_callback(EndsWhenAsked(trainer))
     if trainer.args.world_size > 1:
         ExactEvaluation(trainer).install()
-    if layout_of(trainer) in ("zero3", "fsdp") and trainer.args.world_size > 1:
+    if sharding_of(trainer) in ("zero3", "fsdp") and trainer.args.world_size > 1:
         with suppress(ConfigError):  # of a model whose encoders nobody has described
             encode_in_every_evaluation(without_adapters(model_of(trainer)))
 

@@ -35,10 +35,10 @@ from omnibal.integrations.trainer.loss import StepLoss
 from omnibal.integrations.trainer.settings import (
     RULES,
     batch_size_of,
+    data_rank_of,
     memory_of,
     recompute_of,
     refuse_settings,
-    replicas_of,
     wants_all_gradients,
     works_on_targets,
 )
@@ -703,8 +703,8 @@ def test_tokens_weigh_as_the_host_says(reduction, padded, tmp_path):
 
 def test_ranks_that_share_tensors_share_their_packs():
     arguments = SimpleNamespace(process_index=5, world_size=8)
-    assert replicas_of(SimpleNamespace(get_tp_size=lambda: 2, args=arguments)) == (2, 4)
-    assert replicas_of(SimpleNamespace(get_tp_size=lambda: 1, args=arguments)) == (5, 8)
+    assert data_rank_of(SimpleNamespace(get_tp_size=lambda: 2, args=arguments)) == (2, 4)
+    assert data_rank_of(SimpleNamespace(get_tp_size=lambda: 1, args=arguments)) == (5, 8)
 
 
 @pytest.mark.parametrize(

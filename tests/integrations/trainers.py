@@ -22,7 +22,7 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from omnibal.data.limits import PackLimits
-from omnibal.integrations.trainer.settings import replicas_of
+from omnibal.integrations.trainer.settings import data_rank_of
 from tests.engine import launch
 from tests.integrations.items import Collate, config_of, items_of, items_of_kinds
 from tests.vlm.families import plain_family_model, shaken
@@ -164,7 +164,7 @@ def trainer_of(case, folder, *, eval_dataset=None, **options):
 
 def samples_under_limits(trainer):
     """Samples of a step whose packs, as many of each rank as the trainer accumulates, fill ``LIMITS``."""
-    return math.ceil(1.375 * replicas_of(trainer)[1] * trainer.args.gradient_accumulation_steps)
+    return math.ceil(1.375 * data_rank_of(trainer)[1] * trainer.args.gradient_accumulation_steps)
 
 
 def steps_of_draws(trainer, steps):

@@ -15,7 +15,7 @@ from omnibal.advise.wait import MEETINGS, CostByPhase, phase_costs
 from omnibal.cost import Load
 from omnibal.errors import ConfigError, reporting, said
 from omnibal.integrations.trainer.hooks import PacksCallback
-from omnibal.integrations.trainer.settings import recompute_of, replicas_of
+from omnibal.integrations.trainer.settings import data_rank_of, recompute_of
 from omnibal.integrations.trainer.steps import SOUND, Gains
 from omnibal.packs.collator import language_of
 from omnibal.profile.calibration import (
@@ -188,7 +188,7 @@ class CalibratesCosts(TrainerCallback):  # type: ignore[misc]
         if self._timer is not None:
             with reporting(_DOING):
                 marks, self._timer.marks = self._timer.marks, []
-                loads = sizes_of(self._packs.held(state)[0][replicas_of(self._trainer)[0]])
+                loads = sizes_of(self._packs.held(state)[0][data_rank_of(self._trainer)[0]])
                 if len(marks) == len(loads):
                     self._timed += zip(marks, loads, strict=True)
         if self._steps == STEPS:  # on all ranks, whatever one of them could not measure

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from omnibal.errors import ConfigError
 from omnibal.formats.collate import IGNORED
-from omnibal.integrations.trainer.settings import keeps_sft_loss, layout_of, model_of, replicas_of, works_on_targets
+from omnibal.integrations.trainer.settings import data_rank_of, keeps_sft_loss, model_of, sharding_of, works_on_targets
 from omnibal.packs.collator import vary_lengths, without_adapters
 from omnibal.packs.losses import (
     POWERS,
@@ -176,7 +176,7 @@ class ExactEvaluation:
         if not (state.in_dataloader and state.end_of_dataloader and state.remainder > 0):
             return {}
         # gather_for_metrics keeps the first samples of all ranks' batches, rank after rank.
-        rank, num_replicas = replicas_of(self._trainer)
+        rank, num_replicas = data_rank_of(self._trainer)
         if isinstance(state.active_dataloader, DataLoaderDispatcher):  # its last batches may be smaller on all ranks
             share = len(inputs["labels"])
         else:
@@ -194,7 +194,7 @@ class ExactEvaluation:
         self._loss, self._targets = 0.0, 0
         output = self._loop(*args, **options)
         model = self._trainer.model
-        if layout_of(self._trainer) == "ddp" and self._trainer.model_wrapped is model:
+        if sharding_of(self._trainer) == "ddp" and self._trainer.model_wrapped is model:
             # Marked so by an evaluation, Accelerate would not wrap the model to train, and ranks would train apart.
             vars(model).pop("_is_accelerate_prepared", None)
         own = torch.tensor([[self._loss, self._targets]], dtype=torch.float64, device=self._trainer.args.device)

@@ -21,11 +21,11 @@ from omnibal.integrations.rearranging_loader import RearrangingLoader, counted_c
 from omnibal.integrations.trainer.hooks import RecipeCallback, add_recipe, check_model, worker_options
 from omnibal.integrations.trainer.settings import (
     batch_size_of,
+    data_rank_of,
     data_seed,
     keeps_sft_loss,
-    layout_of,
     recompute_of,
-    replicas_of,
+    sharding_of,
 )
 from omnibal.integrations.trainer.streams import PlacedBatches, Stream, as_it_is, keep_place
 from omnibal.packs.collator import PackCollator, arguments_of, positions_of, without_adapters
@@ -69,7 +69,7 @@ class DatasetDraws:
 
 def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bool = False) -> None:
     """Let a trainer, whose settings allow packs, rearrange samples over its ranks."""
-    rank, num_ranks = replicas_of(trainer)
+    rank, num_ranks = data_rank_of(trainer)
     dataset = trainer.train_dataset
     settings = {
         "trainer": (not keeps_sft_loss(trainer), "a Trainer with its own loss", type(trainer).__name__),
@@ -95,7 +95,7 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
         device=trainer.args.device,
         limits=limits,
         recompute=recompute_of(trainer),
-        phases_meet=MEETINGS[layout_of(trainer)] == "phase",
+        phases_meet=MEETINGS[sharding_of(trainer)] == "phase",
         num_positions=collator.num_positions,
     )
     source, micro_batches = _source(trainer, rank, num_ranks), trainer.args.gradient_accumulation_steps

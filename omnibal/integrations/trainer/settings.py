@@ -144,7 +144,7 @@ def model_of(trainer: Any) -> Any:
     return trainer.accelerator.unwrap_model(trainer.model)
 
 
-def layout_of(trainer: Any) -> Sharding:
+def sharding_of(trainer: Any) -> Sharding:
     """How the trainer's ranks share their work."""
     if trainer.is_deepspeed_enabled:
         layouts: tuple[Sharding, ...] = ("ddp", "zero1", "zero2", "zero3")
@@ -158,7 +158,7 @@ def _of_mesh(trainer: Any, name: str) -> int:
     return int(getattr(config, name, None) or 1)
 
 
-def replicas_of(trainer: Any) -> tuple[int, int]:
+def data_rank_of(trainer: Any) -> tuple[int, int]:
     """This process's data-parallel rank, and how many there are: ranks that share each tensor get the same packs."""
     sharing = trainer.get_tp_size()  # the innermost dimension of the device mesh
     return trainer.args.process_index // sharing, trainer.args.world_size // sharing
@@ -241,7 +241,7 @@ def memory_of(trainer: "Trainer", profile: ModelProfile | None, memory_gib: floa
             f"memory_gib must be more than the {least:.1f} GiB that a device holds beside the model, got {memory_gib}"
         )
     cluster = Cluster(1, trainer.args.world_size, Device.named(profile.device), memory_bytes=memory_gib * GIB)
-    return RankMemory(profile, layout_of(trainer), cluster, recompute_of(trainer), works_on_targets(trainer))
+    return RankMemory(profile, sharding_of(trainer), cluster, recompute_of(trainer), works_on_targets(trainer))
 
 
 def wants_all_gradients(trainer: "Trainer") -> bool:
@@ -255,7 +255,7 @@ def wants_all_gradients(trainer: "Trainer") -> bool:
 
 def refuse_missing_kinds(trainer: "Trainer", lengths: SampleLengths) -> None:
     """Refuse data that bring a trained encoder nothing, where DDP waits for its gradients."""
-    if trainer.is_deepspeed_enabled or layout_of(trainer) != "ddp" or replicas_of(trainer)[1] == 1:
+    if trainer.is_deepspeed_enabled or sharding_of(trainer) != "ddp" or data_rank_of(trainer)[1] == 1:
         return
     sees = bool(lengths.vision_units.any())
     hears = sees if lengths.sound_units is None else bool(lengths.sound_units.any())  # Qwen2-Audio's are vision units

@@ -21,7 +21,7 @@ from omnibal.feeds.sources import EveryNth, is_indexed, iterated
 from omnibal.feeds.stream import FATES, FREE, StreamSettings
 from omnibal.integrations.streams import StreamLoader, stream_loader
 from omnibal.integrations.trainer.hooks import PacksCallback, add_recipe, check_model, worker_options
-from omnibal.integrations.trainer.settings import data_seed, layout_of, recompute_of, replicas_of
+from omnibal.integrations.trainer.settings import data_rank_of, data_seed, recompute_of, sharding_of
 from omnibal.packs.proof import two_texts
 from omnibal.profile.records import ModelProfile
 from omnibal.ranks import gather, place, run_on_all_ranks
@@ -74,7 +74,7 @@ def pack_stream(
 
 def _sources(trainer: Trainer, mixture: Mixture | None) -> dict[str, Any]:
     """This rank's part of each stream, by name; ``SampleBuffer`` divides what is read by index."""
-    args, dataset, (rank, num_ranks) = trainer.args, trainer.train_dataset, replicas_of(trainer)
+    args, dataset, (rank, num_ranks) = trainer.args, trainer.train_dataset, data_rank_of(trainer)
     if mixture is not None and not isinstance(dataset, Mapping):
         found = type(dataset).__name__
         raise ConfigError(f"train_dataset must be streams by name, as the mixture calls them, got {found}")
@@ -193,7 +193,7 @@ class StreamCallback(PacksCallback):
     def __init__(self, trainer: Trainer, loader: StreamLoader, costs: CostByPhase | None) -> None:
         texts = two_texts(trainer.accelerator.unwrap_model(trainer.model).config)
         feed: Any = loader.feed  # of the sampler, its numbers of ranks and of micro-batches are asked
-        super().__init__(trainer, feed, costs, layout_of(trainer), lambda: check_model(trainer, *texts))
+        super().__init__(trainer, feed, costs, sharding_of(trainer), lambda: check_model(trainer, *texts))
         self._loader, self._fate = loader, FATES.get(loader.feed.made_from["oversized"])
 
     @property
