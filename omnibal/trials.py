@@ -44,7 +44,6 @@ class Trial:
 
     @property
     def median_seconds(self) -> float:
-        """Median of the timed steps' seconds; infinite where the trial failed."""
         return median(self.step_seconds) if self.step_seconds else float("inf")
 
 
@@ -133,7 +132,6 @@ def missing_bytes(message: str) -> int:
 
 
 def write_missing(folder: Path, stage: int, rank: int, message: str) -> None:
-    """Leave word of an allocator's message on this rank."""
     (folder / f"missing.{stage}.{rank}").write_text(str(missing_bytes(message)))
 
 

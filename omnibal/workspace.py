@@ -1,13 +1,13 @@
 """What a ds_config and its ``run.output`` hold: data, profile, cluster, plan; found, or made and kept when asked for.
 
 The commands, ``omnibal.train`` and ``omnibal.initialize`` read a ds_config through a `Workspace`, so that all of them
-open the same data, lay the model out alike and follow the same plan. It prints nothing: it is given whom to tell.
+open the same data, lay the model out alike and follow the same plan.
 """
 
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -81,14 +81,11 @@ class Workspace:
     What the command line names comes first, then what the ds_config says, then what is kept and still fits.
     """
 
-    config: dict[str, Any]
-    """ds_config without its "omnibal" section."""
+    config: dict[str, Any]  # without its "omnibal" section
     section: OmnibalSection
-    """The "omnibal" section of the ds_config."""
     files: RunFiles | None = None
     """Where things are kept; None without a ds_config."""
-    source: object = "the ds_config"
-    """Name of the ds_config in messages."""
+    source: object = "the ds_config"  # its name in messages
     overrides: Overrides = Overrides()
     makes: bool = False
     """Whether a plan that is missing may be made: commands make one, training refuses to begin."""
@@ -96,16 +93,13 @@ class Workspace:
     """Whether layers are measured on this machine, not counted."""
     replaces: bool = False
     """Whether the plan that training follows, and its profile, may be replaced."""
-    processes: int | None = None
-    """Most processes that measure lengths."""
+    processes: int | None = None  # the most that measure lengths
     say: Say = LOG.info
     working: Working = _unseen
-    warnings: list[str] = field(default_factory=list)
-    """Warnings of measurements whose costs are doubtful."""
+    warnings: list[str] = field(default_factory=list)  # of measurements whose costs are doubtful
 
     @classmethod
     def read(cls, config: str | Path | dict[str, Any], **options: Any) -> "Workspace":
-        """The workspace of a ds_config: its path, or its content."""
         deepspeed_config, section = read_config(config)
         return cls(deepspeed_config, section, section.run.files, **options)
 
@@ -117,7 +111,6 @@ class Workspace:
 
     @property
     def whole_config(self) -> dict[str, Any]:
-        """The ds_config with its section, as a file would hold it."""
         return self.config | {"omnibal": self.section.model_dump(mode="json")}
 
     @property
@@ -141,12 +134,10 @@ class Workspace:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a replica's step: as many as the ds_config says, or the plan that it names."""
         return micro_batches_of(self.config, self.named_plan)
 
     @property
     def model_folder(self) -> Path:
-        """The model's Hugging Face folder."""
         if self.section.model.path is None:
             raise ConfigError(f"omnibal.model.path must name the model's folder, got none in {self.source}")
         return Path(self.section.model.path)
@@ -178,9 +169,8 @@ class Workspace:
 
         data = self.section.data
         return open_dataset(
-            self._data(part), self.model_folder, image_folder=data.images, max_tiles=data.max_tiles,
-            max_image_pixels=data.max_image_pixels, broken=data.broken, decode=data.decode, processes=self.processes,
-            cache=self.section.run.files.lengths if cache is None else cache, measured=measured,
+            **self._data(part), decode=data.decode, processes=self.processes, measured=measured,
+            cache=self.section.run.files.lengths if cache is None else cache,
             each_once=part == "train" and data.mixture is not None,
         )  # fmt: skip
 
@@ -188,19 +178,19 @@ class Workspace:
         """The section's ``data.train`` read line by line, by the names of its sources."""
         from omnibal.formats.conversations import open_streams
 
-        data = self.section.data
-        return open_streams(
-            self._data("train"), self.model_folder, image_folder=data.images, max_tiles=data.max_tiles,
-            max_image_pixels=data.max_image_pixels, broken=data.broken, workers=workers,
-        )  # fmt: skip
+        return open_streams(**self._data("train"), workers=workers)
 
-    def _data(self, part: str) -> str:
-        path: str | None = getattr(self.section.data, part)
+    def _data(self, part: str) -> dict[str, Any]:
+        data = self.section.data
+        path: str | None = getattr(data, part)
         if path is None:
             raise ConfigError(
                 f"dataset must be given, got none; pass it to initialize or set omnibal.data.{part} in {self.source}"
             )
-        return path
+        return {
+            "paths": path, "model_folder": self.model_folder, "image_folder": data.images, "max_tiles": data.max_tiles,
+            "max_image_pixels": data.max_image_pixels, "broken": data.broken,
+        }  # fmt: skip
 
     def measured_lengths(self, cache: Path) -> FoundLengths:
         """Lengths of the samples that are trained on, measured or as a folder has kept them."""
@@ -209,7 +199,6 @@ class Workspace:
 
     @property
     def has_lengths(self) -> bool:
-        """Whether anything says what samples hold."""
         return bool(self.overrides.lengths or self.section.data.train)
 
     @cached_property
@@ -221,9 +210,11 @@ class Workspace:
             key = "" if self.files is None else f"set omnibal.data.train in {self.source}, or "
             raise ConfigError(f"lengths must be known here, got none; {key}name a folder of lengths with --lengths")
         # Beside what the dataset caches, the folder holds the lengths themselves: SampleLengths.load opens it.
-        folder = self.section.run.files.lengths
+        folder, before = self.section.run.files.lengths, None
         found = self.measured_lengths(folder)
-        if _hash_of(folder) != found.lengths.content_hash:
+        with suppress(DataError):
+            before = SampleLengths.load(folder).content_hash
+        if before != found.lengths.content_hash:
             found.lengths.save(folder)
         return found
 
@@ -235,7 +226,6 @@ class Workspace:
 
     @property
     def vision_unit(self) -> str:
-        """What the model counts images in: tiles or patches."""
         unit = self.lengths.vision_unit
         if unit != "patches" and self.overrides.lengths is None and self.section.model.path is not None:
             return vision_unit_of(self.records)
@@ -243,12 +233,10 @@ class Workspace:
 
     @property
     def limits(self) -> PackLimits:
-        """What the ds_config says that a pack may hold, or the paper's rule for its data."""
         return choose_limits(self.lengths, self.section.packing.vision_units, self.section.packing.llm_tokens)
 
     @property
     def asked_cluster(self) -> Cluster | None:
-        """The machines of the command line, or of the ds_config."""
         return self.overrides.cluster or self.section.cluster
 
     @property
@@ -258,7 +246,6 @@ class Workspace:
 
     @cached_property
     def cluster(self) -> Cluster:
-        """The machines, which something must name."""
         found = self.known_cluster
         if found is None:
             key = "" if self.files is None else f'set "omnibal": {{"cluster": …}} in {self.source}, or '
@@ -295,14 +282,12 @@ class Workspace:
 
     @property
     def num_tensor(self) -> int:
-        """Ranks that share each layer: as many as the ds_config says, or the plan that it names."""
         asked = self.section.pipeline.num_tensor
         if asked != "auto":
             return asked
         return 1 if self.named_plan is None else self.named_plan.layout.num_tensor
 
     def encoder_on(self, num_devices: int) -> Encoder | None:
-        """The encoder of a run on so many devices, as the ds_config says, or the plan that it names."""
         asked = self.section.pipeline.encoder_on(num_devices)
         if asked is not None or self.named_plan is None:
             return asked
@@ -310,7 +295,6 @@ class Workspace:
         return Encoder.on_all(num_devices) if layout.is_spread else layout.encoder
 
     def layout(self, num_stages: int | None = None, cluster: Cluster | None = None) -> Layout:
-        """How the run lies on the cluster, or on another one, with so many stages or as many as the ds_config says."""
         cluster, profile = cluster or self.cluster, self.profile
         devices, layers = f"devices of the cluster {cluster}", len(profile.layers)
         return self.layout_on(
@@ -336,13 +320,15 @@ class Workspace:
             made = self._measured_profile(limits or self.limits, num_tensor)
         else:
             made = self._counted_profile(self.cluster.device, num_tensor)
+        return self._saved(made)
+
+    def _saved(self, profile: ModelProfile) -> ModelProfile:
         if self.files is not None:
             self.kept.folder.mkdir(parents=True, exist_ok=True)
-            made.save(self.kept.profile)
-        return made
+            profile.save(self.kept.profile)
+        return profile
 
     def corrected_profile(self, calibration: Calibration) -> ModelProfile:
-        """Costs as a run has measured them."""
         device = Device.named(calibration.counted_for)
         return calibration.apply(self._counted_profile(device, self.num_tensor))
 
@@ -350,9 +336,7 @@ class Workspace:
         """Plan for costs as a run has measured them, and keep these."""
         made = self.corrected_profile(calibration)
         self._check_kept_profile(made)
-        self.overrides = replace(self.overrides, profile=made)
-        self.kept.folder.mkdir(parents=True, exist_ok=True)
-        made.save(self.kept.profile)
+        self.overrides = replace(self.overrides, profile=self._saved(made))
 
     def _counted_profile(self, device: Device, num_tensor: int) -> ModelProfile:
         return analytic_profile(
@@ -418,11 +402,8 @@ class Workspace:
     @cached_property
     def found_plan(self) -> Plan | None:
         """The named plan, else the kept one if it still fits; says why it does not."""
-        return self.named_plan or self._kept_plan()
-
-    def _kept_plan(self) -> Plan | None:
-        if self.files is None or not self.kept.plan.is_file():
-            return None
+        if self.named_plan is not None or self.files is None or not self.kept.plan.is_file():
+            return self.named_plan
         try:
             plan = Plan.load(self.kept.plan)
             now = layout_of(self.config, plan.num_stages, plan.layout.num_replicas)
@@ -478,10 +459,3 @@ def devices_at_hand() -> Cluster | None:
         return None
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return Cluster(1, count, Device.named(torch.cuda.get_device_name())) if count else None
-
-
-def _hash_of(folder: Path) -> str | None:
-    try:
-        return SampleLengths.load(folder).content_hash
-    except DataError:
-        return None

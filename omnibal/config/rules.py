@@ -186,7 +186,6 @@ def _encoder_key(encoder: Encoder | None) -> dict[str, int] | str | None:
 
 
 def layout_of(config: dict[str, Any], num_stages: int, num_replicas: int) -> Layout:
-    """How a run under a ds_config lies on its devices."""
     zero_stage = config.get("zero_optimization", {}).get("stage", 0)
     if zero_stage not in (0, 1):
         raise ConfigError(

@@ -248,8 +248,6 @@ class OptimizerSection(Section):
 
 
 class _File:
-    """A file of a run, whose path follows from the run's folder."""
-
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -310,7 +308,6 @@ class RunSection(Section):
 
     @property
     def files(self) -> RunFiles:
-        """What lies in the folder."""
         return RunFiles(Path(self.output))
 
 

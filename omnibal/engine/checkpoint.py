@@ -121,7 +121,6 @@ def export_newest(files: RunFiles) -> Path:
 
 
 def _kept(file: Path) -> Any:
-    """What a JSON file holds; None where it cannot be read."""
     try:
         return load_json(file)
     except (OSError, ValueError):

@@ -25,7 +25,7 @@ from omnibal.data.epoch import Step
 from omnibal.engine.checkpointed import CheckpointedEngine
 from omnibal.engine.grid import replaced
 from omnibal.engine.loader import Batch, Loader, Steps, VlmDataset, read_step
-from omnibal.engine.module import joined
+from omnibal.engine.module import Joined
 from omnibal.engine.resolve import OnGradient, ResolvedRun
 from omnibal.engine.samples import CheckedSamples, SampleRules, checked_lengths
 from omnibal.engine.settings import Settings, settings_of
@@ -211,7 +211,11 @@ class OmnibalEngine(CheckpointedEngine):
         if self.stage_times is not None:
             self.stage_times.end_step(lambda: step.load[place.replica])
         self._check_step(loss, self.skipped_steps - skipped)
-        self._monitor_balance(step)
+        if self.global_rank == 0 and self.monitor.enabled:
+            with reporting("DeepSpeed's monitor"):
+                self.monitor.write_events(
+                    [(f"Train/Balance/{name}", value, self.global_samples) for name, value in step.balance().items()]
+                )
         return loss
 
     def _samples_of(self, rank: int, micro_batch: int) -> list[int]:
@@ -344,7 +348,7 @@ class OmnibalEngine(CheckpointedEngine):
         # PipelineEngine's own calls backward once for each float in the outputs, and runs the layers as often.
         floats = [] if self.is_last_stage() else floats_of(self.pipe_buffers["outputs"][buffer_id])
         if len(floats) > 1:
-            root = joined(floats, self.grad_layer)
+            root: Tensor = Joined.apply(self.grad_layer, *floats)  # type: ignore[no-untyped-call]
             self.pipe_buffers["outputs"][buffer_id], self.grad_layer = (root,), (torch.ones_like(root),)
         with self._timed(True, self.micro_batches - self._backwards_left):
             super()._exec_backward_pass(buffer_id)
@@ -421,14 +425,6 @@ class OmnibalEngine(CheckpointedEngine):
         bad, whole = (sorted({*chain(*kind)}) for kind in zip(*of_ranks, strict=True))
         named = bad or whole
         return f", {samples_in_words(named)}{'' if bad else ' in the step'}" if named else ""
-
-    def _monitor_balance(self, step: Step) -> None:
-        if self.global_rank != 0 or not self.monitor.enabled:
-            return
-        with reporting("DeepSpeed's monitor"):
-            self.monitor.write_events(
-                [(f"Train/Balance/{name}", value, self.global_samples) for name, value in step.balance().items()]
-            )
 
     # What follows says in one line what DeepSpeed cannot do, or what would be wrong here.
 

@@ -8,9 +8,13 @@ other, the ranks that pass micro-batches to each other are those whose replica i
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import replace
 from typing import Any, Final
 
+import torch.distributed as dist
+from deepspeed.comm import ReduceOp
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe import module as pipe_module
 from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.topology import (
@@ -19,6 +23,8 @@ from deepspeed.runtime.pipe.topology import (
     PipeModelDataParallelTopology,
     ProcessTopology,
 )
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
 
 from omnibal.cluster import Cluster, Layout
 from omnibal.cost import Load
@@ -159,6 +165,26 @@ def _pack_seconds(resolved: ResolvedRun, cluster: Cluster, *, across_nodes: bool
     layers = analytic_profile(resolved.vlm.records, device, dtype=dtype, tensor_parallel=degree).layers
     pack = Load(0, PACK_TOKENS)
     return sum(float(layer.forward_seconds(pack) + layer.backward_seconds(pack)) for layer in layers)
+
+
+def count_stages_once(optimizer: Any, copies: int) -> None:
+    """Let the gradient norm count each stage once, where a column has ``copies`` replicas of this rank's stage."""
+    if isinstance(optimizer, BF16_Optimizer):
+        # A stage of one replica takes the norm of all its gradients, others each of their shares
+        # (`reduction.Bfloat16Sums`): the sum over all processes counts every gradient once.
+        optimizer.mpu = copy(optimizer.mpu)
+        optimizer.mpu.get_model_parallel_group = lambda: dist.group.WORLD
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer) and copies > 1:
+        # DeepSpeedZeroOptimizer adds up squares over the replicas of a stage, then over the model-parallel group, which
+        # is a column. It takes the largest of overflow flags by the same method.
+        over_column = optimizer._model_parallel_all_reduce
+
+        def once(tensor: Tensor, op: Any) -> None:
+            if op == ReduceOp.SUM:  # DeepSpeed's own, which no ReduceOp of torch equals
+                tensor.div_(copies)
+            over_column(tensor=tensor, op=op)
+
+        optimizer._model_parallel_all_reduce = once
 
 
 @contextmanager

@@ -118,7 +118,10 @@ class VlmPipelineModule(PipelineModule):
         for parameter in self.parameters():
             if parameter.requires_grad and parameter in places:
                 name, part = places[parameter]
-                own.setdefault(_key_of(parameter, part, settings, on_all=parameter in spread), {})[parameter] = name
+                has_rate = getattr(settings.learning_rates, part) is not None
+                undecayed = settings.weight_decay != "all" and parameter.dim() <= 1
+                key = _GroupKey(part if has_rate else "", undecayed, parameter in spread)
+                own.setdefault(key, {})[parameter] = name
         # All stages make the same groups in the same order: under ZeRO they meet once for the norm of each group. The
         # order is that of the keys, whatever the layout: schedules keep a value for each group by its place.
         # Where a stage trains nothing of a group, it has a placeholder there.
@@ -163,7 +166,6 @@ class VlmPipelineModule(PipelineModule):
 
     @property
     def ranks(self) -> TensorGroup:
-        """The ranks that share this stage's layers."""
         grid = self._grid  # made before layers are built
         return TensorGroup(
             grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size(), grid.get_slice_parallel_group()
@@ -181,7 +183,8 @@ class VlmPipelineModule(PipelineModule):
             payload = self.vlm.sent_tensors(self._local_start).build(tensors)
             payload = self._run_layers(payload.with_integers(self.targets))
             if len(self.placeholders):
-                payload = payload.with_floats(partial(_attached, placeholders=list(self.placeholders)))
+                attached: Any = _Attach
+                payload = payload.with_floats(lambda sent: attached.apply(sent, *self.placeholders))
         sent: tuple[Tensor, ...] = self.vlm.sent_tensors(self._local_stop).flatten(payload)
         return sent
 
@@ -287,18 +290,9 @@ class _GroupKey(NamedTuple):
         return {**rate, **decay, **({ON_ALL_RANKS: True} if self.on_all_ranks else {})}
 
 
-def _key_of(parameter: nn.Parameter, part: Module, settings: OptimizerSection, *, on_all: bool) -> _GroupKey:
-    has_rate = getattr(settings.learning_rates, part) is not None
-    return _GroupKey(part if has_rate else "", settings.weight_decay != "all" and parameter.dim() <= 1, on_all)
+class Joined(torch.autograd.Function):
+    """One number whose backward pass is that of several outputs with given gradients, all at once."""
 
-
-def joined(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
-    """One number whose backward pass is that of several outputs with these gradients, all at once."""
-    number: Tensor = _Join.apply(gradients, *outputs)  # type: ignore[no-untyped-call]
-    return number
-
-
-class _Join(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, gradients: Sequence[Tensor], *outputs: Tensor) -> Tensor:
         context.gradients = gradients
@@ -307,11 +301,6 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return None, *context.gradients
-
-
-def _attached(sent: Tensor, placeholders: Sequence[nn.Parameter]) -> Tensor:
-    attached: Tensor = _Attach.apply(sent, *placeholders)  # type: ignore[no-untyped-call]
-    return attached
 
 
 class _Attach(torch.autograd.Function):
@@ -331,8 +320,6 @@ class _Attach(torch.autograd.Function):
 
 
 class _LayerReader:
-    """Builds single layers of the model, with initial weights or with weights that are read."""
-
     def __init__(self, resolved: ResolvedRun, weights: Weights | None) -> None:
         self.resolved, self.weights = resolved, weights
         self.ranks = TensorGroup()

@@ -31,14 +31,10 @@ _ENGINE: Final = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 class SavedPart(NamedTuple):
     """A part of a flattened weight in a file, and the optimizer's state of it."""
 
-    length: int | None
-    """Numbers of the part; None for a whole weight."""
-    weights: Tensor | None
-    """Float32 weights; None where the optimizer steps the model's own."""
-    state: Mapping[str, Any]
-    """Rows of ``length`` numbers, and what the optimizer counts, by its names for them."""
-    group: Mapping[str, Any]
-    """Settings of the parameter group."""
+    length: int | None  # numbers of the part; None for a whole weight
+    weights: Tensor | None  # float32 ones; None where the optimizer steps the model's own
+    state: Mapping[str, Any]  # rows of ``length`` numbers, and what the optimizer counts, by its names for them
+    group: Mapping[str, Any]  # settings of the parameter group
     path: Path
 
 
@@ -75,7 +71,11 @@ class SavedStates:
         # PipelineParallelGrid numbers the ranks of a column stage by stage, and in a stage by tensor rank.
         places = [ranks.rank] if self._size == ranks.size else range(self._size)
         wanted = {stage * self._size + place: number for stage in stages for number, place in enumerate(places)}
-        for number, file in _files(manifest["files"]):
+        # Files with state: those of shares, or where there are none of engines; by number, then by replica.
+        names = manifest["files"]
+        shares = [(int(found[2]), int(found[1]), found[0]) for found in map(_SHARE.fullmatch, names) if found]
+        engines = [(int(found[1]), 0, found[0]) for found in map(_ENGINE.fullmatch, names) if found]
+        for number, _, file in sorted(shares or engines):
             if number in wanted:
                 for name, part in _parts_of(checkpoint / file, opened(checkpoint / file), vlm):
                     self._parts.setdefault(name, [[] for _ in places])[wanted[number]].append(part)
@@ -161,7 +161,10 @@ class SavedStates:
         # Padding between weights has zeros; what is counted (steps) is alike for all weights.
         parts_of_all = chain.from_iterable(chain.from_iterable(self._parts.values()))
         like = next((part.state for part in parts_of_all), {})
-        state = {key: _zeros(tensor, value) if _is_row(value) else deepcopy(value) for key, value in like.items()}
+        state = {
+            key: value.new_zeros(tensor.shape, device=tensor.device) if _is_row(value) else deepcopy(value)
+            for key, value in like.items()
+        }
         for own in parts:
             saved = self._of(own)
             for key, value in saved[0][0].state.items() if saved else ():
@@ -178,13 +181,6 @@ class SavedStates:
         saved = next((self._parts[name][0][0].group for name in names if name != PLACEHOLDER), next(of_name, group))
         own = {key: group[key] for key in ("name", "names", ON_ALL_RANKS) if key in group}
         return {key: value for key, value in saved.items() if key != ON_ALL_RANKS} | own
-
-
-def _files(names: Iterable[str]) -> list[tuple[int, str]]:
-    """The files with state, each with its number in a column, in the order of these numbers, then of replicas."""
-    shares = [(int(found[2]), int(found[1]), found[0]) for found in map(_SHARE.fullmatch, names) if found]
-    engines = [(int(found[1]), 0, found[0]) for found in map(_ENGINE.fullmatch, names) if found]
-    return [(number, name) for number, _, name in sorted(shares or engines)]
 
 
 def _parts_of(path: Path, content: Any, vlm: VisionLanguageModel) -> Iterator[tuple[str, SavedPart]]:
@@ -241,10 +237,6 @@ def _owned(engine: Any) -> Iterator[list[tuple[Tensor, list[OwnPart]]]]:
 
 def _is_row(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
-
-
-def _zeros(tensor: Tensor, like: Tensor) -> Tensor:
-    return torch.zeros(tensor.shape, dtype=like.dtype, device=tensor.device)
 
 
 def _copy(rows: Iterable[Tensor], own: OwnPart, into: Tensor) -> None:

@@ -12,7 +12,6 @@ the update of parameters differently over the replicas: `Sums` and its two subcl
 import atexit
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import copy
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
@@ -21,7 +20,6 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import ReduceOp
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -65,7 +63,6 @@ class Sums:
         return parameter.grad.view(-1)
 
     def parts(self, parameter: nn.Parameter) -> tuple[Part, ...]:
-        """The parts of the gradient, in order."""
         return (Part(None, 0, parameter.numel()),)
 
     def in_order(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -94,11 +91,18 @@ class _OwnedSums(Sums):
         # The parameters of a group are views of its flat buffer, one behind the other; partition_count says for each
         # group how many ranks share it.
         self._optimizer = optimizer
-        self._parts = {
-            parameter: tuple(_parts(parameter, flat, flat.numel() // replicas))
-            for flat, group, replicas in zip(flats, groups, optimizer.partition_count, strict=True)
-            for parameter in group
-        }
+        self._parts: dict[nn.Parameter, tuple[Part, ...]] = {}
+        for flat, group, replicas in zip(flats, groups, optimizer.partition_count, strict=True):
+            share = flat.numel() // replicas
+            for parameter in group:
+                # Replica r owns elements r·share to (r + 1)·share of the buffer; the parameter's position follows from
+                # its address.
+                first = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
+                last = first + parameter.numel()
+                self._parts[parameter] = tuple(
+                    Part(owner, max(first, owner * share) - first, min(last, (owner + 1) * share) - first)
+                    for owner in range(first // share, (last - 1) // share + 1)
+                )
         self._order = {parameter: place for place, parameter in enumerate(self._parts)}
 
     def parts(self, parameter: nn.Parameter) -> tuple[Part, ...]:
@@ -106,14 +110,6 @@ class _OwnedSums(Sums):
 
     def in_order(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         return sorted(parameters, key=self._order.__getitem__)
-
-
-def _parts(parameter: nn.Parameter, flat: Tensor, share: int) -> Iterator[Part]:
-    # Replica r owns elements r·share to (r + 1)·share of the buffer; the parameter's position follows from its address.
-    first = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
-    last = first + parameter.numel()
-    for owner in range(first // share, (last - 1) // share + 1):
-        yield Part(owner, max(first, owner * share) - first, min(last, (owner + 1) * share) - first)
 
 
 class ZeroSums(_OwnedSums):
@@ -164,7 +160,10 @@ class Bfloat16Sums(_OwnedSums):
     def take(self, parameter: nn.Parameter) -> Tensor:
         if parameter.grad is not None:
             self.add(parameter, parameter.grad)
-        return self._row(parameter)
+        # A view of the group's flat float32 buffer: what is summed into the row is in the buffer.
+        group, index = self._places[parameter]
+        gradient: Tensor = self._optimizer.fp32_groups_gradients[group][index]
+        return gradient.view(-1)
 
     def end_passes(self) -> None:
         # PipelineEngine has added these to the rows by now (update_hp_grads), and clears them before the next pass.
@@ -195,12 +194,6 @@ class Bfloat16Sums(_OwnedSums):
             shares[rank].copy_(updated)
         then()
 
-    def _row(self, parameter: nn.Parameter) -> Tensor:
-        # A view of the group's flat float32 buffer: what is summed into the row is in the buffer.
-        group, index = self._places[parameter]
-        gradient: Tensor = self._optimizer.fp32_groups_gradients[group][index]
-        return gradient.view(-1)
-
     def _owned(self, for_clipping: bool = False) -> Any:
         """Gradients of this rank's own shares, in the form of ``BF16_Optimizer.get_grads_for_norm``."""
         device = self._optimizer.bf16_groups_flat[0].device
@@ -210,33 +203,12 @@ class Bfloat16Sums(_OwnedSums):
             # A tied weight counts once, on the first of its stages; what all tensor ranks hold on the first of them.
             is_counted = is_first or getattr(parameter, COUNTED, False)
             if for_clipping or (is_counted and not getattr(parameter, PIPE_REPLICATED, False)):
-                row, rank = self._row(parameter), self._ranks[group]
+                row, rank = self.take(parameter), self._ranks[group]  # end_passes has cleared parameter.grad
                 owned += [row[start:stop] for owner, start, stop in self.parts(parameter) if owner == rank]
         return owned if for_clipping else (owned, {})
 
 
-def count_stages_once(optimizer: Any, copies: int) -> None:
-    """Let the gradient norm count each stage once, where a column has ``copies`` replicas of this rank's stage."""
-    if isinstance(optimizer, BF16_Optimizer):
-        # A stage of one replica takes the norm of all its gradients, others each of their shares (Bfloat16Sums): the
-        # sum over all processes counts every gradient once.
-        optimizer.mpu = copy(optimizer.mpu)
-        optimizer.mpu.get_model_parallel_group = lambda: dist.group.WORLD
-    elif isinstance(optimizer, DeepSpeedZeroOptimizer) and copies > 1:
-        # DeepSpeedZeroOptimizer adds up squares over the replicas of a stage, then over the model-parallel group, which
-        # is a column. It takes the largest of overflow flags by the same method.
-        over_column = optimizer._model_parallel_all_reduce
-
-        def once(tensor: Tensor, op: Any) -> None:
-            if op == ReduceOp.SUM:  # DeepSpeed's own, which no ReduceOp of torch equals
-                tensor.div_(copies)
-            over_column(tensor=tensor, op=op)
-
-        optimizer._model_parallel_all_reduce = once
-
-
 def sums_of(optimizer: Any) -> Sums:
-    """The sums of a rank's optimizer."""
     if isinstance(optimizer, BF16_Optimizer):
         return Bfloat16Sums(optimizer)
     return ZeroSums(optimizer) if isinstance(optimizer, DeepSpeedZeroOptimizer) else Sums()
@@ -277,7 +249,7 @@ class Reduction:
         assert self.left == 0, "layers go before"
         self._start(self._others)
         while self._under_way:
-            self._finish(self._under_way.popleft())
+            self._finish()
         self.left = len(self._layers)
         self._sums.hand_over()
 
@@ -285,7 +257,7 @@ class Reduction:
     def _start(self, layer: SharedLayer) -> None:
         # Finish what is complete already, so that its copies do not all wait for the end of the step.
         while self._under_way and self._under_way[0].work.is_completed():
-            self._finish(self._under_way.popleft())
+            self._finish()
         rows_by_owner = list(_by_owner(self._sums, layer.parameters, self._sums.take))  # also makes missing gradients
         if dist.get_world_size(layer.group) == 1:
             return
@@ -304,8 +276,9 @@ class Reduction:
         self._under_way.append(_UnderWay(work, owner, group, sent, [] if sent is rows[0] else rows))
 
     @torch.no_grad()
-    def _finish(self, under_way: _UnderWay) -> None:
-        work, owner, group, sent, rows = under_way
+    def _finish(self) -> None:
+        """Wait for the oldest collective."""
+        work, owner, group, sent, rows = self._under_way.popleft()
         work.wait()
         if owner in (None, dist.get_rank(group)):  # on the other replicas a reduce leaves numbers that mean nothing
             sent.mul_(1 / dist.get_world_size(group))
@@ -335,7 +308,15 @@ class WeightBroadcast:
         for parameters, group in self._layers:
             rows = list(_by_owner(self._sums, parameters, lambda parameter: parameter.data.view(-1)))
             is_shared = dist.get_world_size(group) > 1
-            self._coming.append([_sent(row, owner, group) for owner, owned in rows for row in owned if is_shared])
+            # With shared weights every row has an owner: weights that every replica updates are not sent.
+            self._coming.append(
+                [
+                    dist.broadcast(row, dist.get_global_rank(group, owner), group=group, async_op=True)
+                    for owner, owned in rows
+                    for row in owned
+                    if is_shared and owner is not None
+                ]
+            )
 
     def settle(self, layer: int | None = None) -> None:
         """Wait for the weights of the layers up to ``layer``; by default of all layers."""
@@ -344,11 +325,6 @@ class WeightBroadcast:
         while len(self._coming) > left:
             for work in self._coming.popleft():
                 work.wait()
-
-
-def _sent(row: Tensor, owner: int | None, group: dist.ProcessGroup) -> Any:
-    assert owner is not None, "weights that every replica updates need not be sent"
-    return dist.broadcast(row, dist.get_global_rank(group, owner), group=group, async_op=True)
 
 
 def _flush_at_exit(of: ref[WeightBroadcast]) -> None:
@@ -367,20 +343,18 @@ def _by_owner(
         whole = row_of(parameter)
         for owner, start, stop in sums.parts(parameter):
             rows, row = found.setdefault(owner, []), whole[start:stop]
-            if rows and _adjoin(rows[-1], row):
-                rows[-1] = rows[-1].as_strided((rows[-1].numel() + row.numel(),), (1,))
+            last = rows[-1] if rows else None
+            adjoins = (
+                last is not None
+                and last.untyped_storage().data_ptr() == row.untyped_storage().data_ptr()
+                and last.dtype == row.dtype
+                and last.data_ptr() + last.nbytes == row.data_ptr()
+            )
+            if last is not None and adjoins:
+                rows[-1] = last.as_strided((last.numel() + row.numel(),), (1,))
             else:
                 rows.append(row)
     yield from found.items()
-
-
-def _adjoin(one: Tensor, other: Tensor) -> bool:
-    """Whether the second row begins where the first one ends, in the same storage."""
-    return (
-        one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-        and one.dtype == other.dtype
-        and one.data_ptr() + one.nbytes == other.data_ptr()
-    )
 
 
 class ReplicaExchange(NamedTuple):

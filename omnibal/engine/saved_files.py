@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,6 @@ UNFINISHED: Final = ".unfinished"  # endings of folders that a save writes into,
 REPLACED: Final = ".replaced"
 READERS: Final = 4  # threads of a process that read files to check them
 _MANIFEST_VERSION: Final = 2
-_OLD_TAIL_BYTES: Final = 2**20  # manifests of version 1, which had no number, covered a file's last MiB only
 _BLOCK_BYTES: Final = 2**20
 _PARTS: Final = 256  # of a file of weights, for its fingerprint: 1 MiB in all
 _PART_BYTES: Final = 2**12
@@ -41,14 +39,12 @@ class SavedFile(NamedTuple):
     rank: int
 
     @classmethod
-    def of(cls, path: Path, rank: int, *, last_bytes: int | None = None) -> "SavedFile":
-        """A file as it is now; the checksum of its last bytes only, where a number of them is given."""
-        checksum, block = 0, memoryview(bytearray(_BLOCK_BYTES))
+    def of(cls, path: Path, rank: int) -> "SavedFile":
+        """A file as it is now."""
+        size, checksum, block = 0, 0, memoryview(bytearray(_BLOCK_BYTES))
         with path.open("rb", buffering=0) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(0 if last_bytes is None else max(0, size - last_bytes))
             while count := file.readinto(block):
-                checksum = crc32(block[:count], checksum)
+                size, checksum = size + count, crc32(block[:count], checksum)
         return cls(size, checksum, rank)
 
 
@@ -96,7 +92,7 @@ def write_manifest(checkpoint: Path, layout: Mapping[str, Any], files: Mapping[s
                 f"what rank {saved.rank} wrote to {checkpoint.name}/{name}"
             )
     # Counted, since clocks and file times may go back: the greatest number is the newest checkpoint.
-    number = 1 + max((_age(path)[0] for path in newest_first(checkpoint.parent)), default=0)
+    number = 1 + max(map(_number, newest_first(checkpoint.parent)), default=0)
     content = {**layout, "files": files, "version": _MANIFEST_VERSION, "number": number}
     content = json.loads(json.dumps(content))  # the checksum is of what will be read
     (checkpoint / MANIFEST).write_text(json.dumps({**content, "checksum": _checksum(content)}) + "\n")
@@ -113,8 +109,10 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = load_json(checkpoint / MANIFEST)
         checksum, version = manifest.pop("checksum", None), manifest.get("version", 1)
-        # a flipped bit may hit the version, too: a manifest with a checksum has to match it
-        if checksum != (None if version == 1 else _checksum(manifest)):
+        if (checksum, version) == (None, 1):
+            raise ValueError("an omnibal of before 2026-11-23 saved it, which noted less")
+        # a flipped bit may hit the version, too
+        if checksum != _checksum(manifest):
             raise ValueError(f"{MANIFEST} is damaged: its checksum is another one")
         files = {name: SavedFile(*saved) for name, saved in manifest["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -133,16 +131,26 @@ def problem_of(
 
     ``wanted`` chooses the files that matter, by name; ``every_byte`` reads them, and does not only look at their sizes.
     """
+
+    def check(file: tuple[str, SavedFile]) -> str | None:
+        name, saved = file
+        try:
+            size = (checkpoint / name).stat().st_size
+            if size != saved.size_bytes:
+                return f"has {size} bytes instead of {saved.size_bytes}"
+            if every_byte and SavedFile.of(checkpoint / name, saved.rank) != saved:
+                return "is not what was saved: its content is that of another save, or damaged"
+        except FileNotFoundError:
+            return "is missing"
+        except OSError as error:
+            return f"cannot be read: {error.strerror}"
+        return None
+
     try:
         manifest = read_manifest(checkpoint)
     except ConfigError as error:
         return str(error)
-    last_bytes = None if "version" in manifest else _OLD_TAIL_BYTES
     files = [(name, saved) for name, saved in manifest["files"].items() if wanted(name, saved)]
-
-    def check(file: tuple[str, SavedFile]) -> str | None:
-        return _file_problem(checkpoint / file[0], file[1], every_byte=every_byte, last_bytes=last_bytes)
-
     with ThreadPoolExecutor(READERS) as pool:  # reading and zlib both leave Python's lock
         for (name, saved), problem in zip(files, pool.map(check, files), strict=True):
             if problem is not None:
@@ -158,40 +166,22 @@ def has_all_files(checkpoint: Path) -> str | None:
     return problem_of(checkpoint, every_byte=False)
 
 
-def _file_problem(path: Path, saved: SavedFile, *, every_byte: bool, last_bytes: int | None) -> str | None:
-    try:
-        size = path.stat().st_size
-        if size != saved.size_bytes:
-            return f"has {size} bytes instead of {saved.size_bytes}"
-        if every_byte and SavedFile.of(path, saved.rank, last_bytes=last_bytes) != saved:
-            return "is not what was saved: its content is that of another save, or damaged"
-    except FileNotFoundError:
-        return "is missing"
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    return None
-
-
 def newest_first(folder: Path) -> list[Path]:
     """Checkpoints of a folder, whole or not, in the order in which they were saved."""
     found = [path.parent for path in folder.glob(f"*/{MANIFEST}") if path.parent.suffix != UNFINISHED]
-    return sorted(found, key=_age, reverse=True)
+    return sorted(found, key=_number, reverse=True)
 
 
-def _age(checkpoint: Path) -> tuple[int, int, int]:
+def _number(checkpoint: Path) -> int:
     """What grows from save to save, whatever clocks say and whichever step a run goes back to."""
-    # Manifests of version 1 have no number: there the step in the name decides, then the time.
-    manifest = checkpoint / MANIFEST
     try:
-        number = load_json(manifest).get("number", 0)
+        number = load_json(checkpoint / MANIFEST).get("number", 0)
     except (OSError, ValueError, AttributeError):
-        number = 0
-    step = re.search(r"\d{1,18}$", checkpoint.name)
-    return number if type(number) is int else 0, int(step[0]) if step else -1, manifest.stat().st_mtime_ns
+        return 0
+    return number if type(number) is int else 0
 
 
 def latest_checkpoint(folder: Path) -> Path:
-    """The checkpoint that was completed last."""
     try:
         return folder / _latest(folder)
     except ConfigError as error:
@@ -247,18 +237,11 @@ def choose(folder: Path, tag: str | None, *, fall_back: bool = False, check: Che
     except ConfigError as error:
         problem = str(error)
     if problem is None:
-        return name, _remark(folder / name)
+        return name, ""
     other = _newest_whole(folder, name, check) if fall_back and tag is None else None
     if other is None:
         raise ConfigError(problem + (offer(folder, name, check) if folder.is_dir() else ""))
-    remark = f"going on from {other}, the newest whole checkpoint: {problem}"
-    return other, "; ".join(filter(None, (remark, _remark(folder / other))))
-
-
-def _remark(checkpoint: Path) -> str:
-    if "version" in read_manifest(checkpoint):
-        return ""
-    return f"{checkpoint} was saved by an older omnibal: of each file the size and the last MiB are checked, not more"
+    return other, f"going on from {other}, the newest whole checkpoint: {problem}"
 
 
 def begin(folder: Path, tag: str) -> Path:

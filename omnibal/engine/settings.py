@@ -110,7 +110,6 @@ def settings_of(config: Mapping[str, Any], section: OmnibalSection) -> dict[str,
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:
-    """Settings that differ; what is left out is None."""
     keys = dict.fromkeys((*saved, *now))
     return [SettingChange(key, saved.get(key), now.get(key)) for key in keys if saved.get(key) != now.get(key)]
 
@@ -205,14 +204,14 @@ class Settings:
                 else:
                     group[name] = value
 
-    def check_groups(self, saved: Mapping[str, Any] | None, *, by_name: bool, with_schedule: bool) -> bool:
+    def check_groups(self, saved: Mapping[str, Any], *, by_name: bool, with_schedule: bool) -> bool:
         """Refuse parameter groups that cannot be told to be those of a checkpoint; whether they have its order.
 
         Args:
             by_name: Whether ranks read the optimizer's state by the names of weights, not each its own file.
             with_schedule: Whether a learning-rate schedule goes on, too.
         """
-        own, before = self._names, [group.get("name") for group in saved["groups"]] if saved else [None]
+        own, before = self._names, [group.get("name") for group in saved["groups"]]
         if len(own) == len(before) == 1:
             return True
         is_told, remedy = len(set(own)) == len(own) and None not in own, "export it and start from the exported model"

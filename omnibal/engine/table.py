@@ -9,25 +9,22 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from typing import Any, ClassVar, Final, cast
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
-from omnibal.engine.grid import no_handshake, pairs_below
-from omnibal.engine.reduction import count_stages_once, exchange_of, sums_of
+from omnibal.engine.grid import count_stages_once, no_handshake
+from omnibal.engine.reduction import exchange_of, sums_of
 from omnibal.engine.spread import SpreadEncoder, states_on_all_ranks
-from omnibal.engine.transfers import DESCRIPTION, Fan, Receiver, Sender, Shape, describe, new_link, read_description
-from omnibal.errors import ConfigError
+from omnibal.engine.transfers import DESCRIPTION, Links, Shape, describe, read_description, settle
 from omnibal.pipeline.schedule import Instruction, Operation, Schedule
 from omnibal.ranks import WORK
-from omnibal.ranks.agreement import hosts_of, unreachable
 from omnibal.vlm.backward import WeightGradients, defer_linears
 from omnibal.vlm.payload import PackCounts, note_counts
 from omnibal.vlm.tensor import add_up, partial_parameters
@@ -74,15 +71,21 @@ def _method(kind: type, name: str) -> Callable[..., None]:
 
 
 class TableSchedule(deepspeed_schedule.PipeSchedule):
-    """One stage of a schedule table: its entries one after another, then the instructions that end a step."""
+    """One stage of a schedule table: its entries one after another, then the instructions that end a step.
 
-    def __init__(self, table: Schedule, stage: int) -> None:
-        super().__init__(micro_batches=table.micro_batches_of(stage), stages=table.num_stages, stage_id=stage)
-        self._entries: tuple[Instruction, ...] = table.stages[stage]
+    Without a table micro-batches run forward alone, with a table's transfers, and no step ends.
+    """
+
+    def __init__(self, micro_batches: int, num_stages: int, stage: int, table: Schedule | None = None) -> None:
+        super().__init__(micro_batches, num_stages, stage)
+        self._table = table
 
     def steps(self) -> Iterator[list[Any]]:
-        for operation, micro_batch in self._entries:
+        forwards = [Instruction(Operation.F, micro_batch) for micro_batch in range(self.micro_batches)]
+        for operation, micro_batch in forwards if self._table is None else self._table.stages[self.stage_id]:
             yield [RunEntry(operation=operation, micro_batch=micro_batch)]
+        if self._table is None:
+            return
         # The end of a step as in DeepSpeed's TrainSchedule; every stage comes to it behind its own last pass.
         yield [
             deepspeed_schedule.ReduceTiedGrads(),
@@ -92,17 +95,6 @@ class TableSchedule(deepspeed_schedule.PipeSchedule):
 
     def num_pipe_buffers(self) -> int:
         return int(self.micro_batches)  # the number of a micro-batch is the index of its buffer
-
-
-class ForwardTable(deepspeed_schedule.PipeSchedule):
-    """Forward passes alone, one micro-batch after another, with a table's transfers."""
-
-    def steps(self) -> Iterator[list[Any]]:
-        for micro_batch in range(self.micro_batches):
-            yield [RunEntry(operation=Operation.F, micro_batch=micro_batch)]
-
-    def num_pipe_buffers(self) -> int:
-        return int(self.micro_batches)
 
 
 class BehindFrozenFront(deepspeed_schedule.PipeSchedule):
@@ -178,41 +170,41 @@ class TableEngine(PipelineEngine):
         self._counts_received: PackCounts | None = None
         # Micro-batches and shapes of sent outputs, whose gradients no receive is posted for yet.
         self._awaited: deque[tuple[int, list[Shape]]] = deque()
-        self._senders: list[Sender] = []
+        self.links: Links | None = None
         if table is not None and self.table is not None:
             self._in_flight = table.in_flight[self.stage_id]
             self._in_flight_before = _in_flight_before(table, self.stage_id)
             self._first_gradient_before = _behind_first_gradient(self.table.blocking[self.stage_id])
             for layer in self.module.forward_funcs:
                 defer_linears(layer, self.weight_gradients)
-            self._open_links()
-            self._try_links()
+            self.links = Links(layout, self.global_rank, self.device)
+            self.links.try_out()
 
     def _train_schedule(self) -> Any:
         # DeepSpeed's hook for schedules, which PipelineEngine.train_batch runs and DualPipeV overrides, too: only what
         # instructions do (_INSTRUCTION_MAP) has no hook. Evaluation runs an InferenceSchedule of DeepSpeed's.
         self._forwards_left = self._backwards_left = self.micro_batches
         if self.table is not None:
-            return TableSchedule(self.table, self.stage_id)
+            micro_batches = self.table.micro_batches_of(self.stage_id)
+            return TableSchedule(micro_batches, self.num_stages, self.stage_id, self.table)
         front, whole = self.module.frozen_stages, super()._train_schedule()
         return BehindFrozenFront(whole, front) if front else whole
 
     def _run_forward_alone(self, micro_batches: int) -> None:
-        """Evaluate some micro-batches of this rank."""
         if not self.module.layout.has_units:
             self._exec_schedule(self._inference_schedule(micro_batches))
             return
         # DeepSpeed's InferenceSchedule pairs equal replicas. A stage that runs no backward pass keeps nothing.
         runs_backward, self._runs_backward = self._runs_backward, False
-        self._exec_schedule(ForwardTable(micro_batches, self.num_stages, self.stage_id))
+        self._exec_schedule(TableSchedule(micro_batches, self.num_stages, self.stage_id))
         self._runs_backward = runs_backward
         self._losses.clear()
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         super()._exec_schedule(pipe_schedule)
         # The next step numbers its micro-batches from 0 again: no send of this one may still be under way.
-        for sender in self._senders:
-            sender.settle(pipe_schedule.micro_batches)
+        if self.links is not None:
+            self.links.settle(pipe_schedule.micro_batches)
 
     def _aggregate_total_loss(self) -> Tensor:
         if not self.module.layout.has_units:
@@ -242,7 +234,6 @@ class TableEngine(PipelineEngine):
             self._start_reductions(0)
 
     def _start_reductions(self, first: int) -> None:
-        """Start the layers from ``first`` on that have not been started."""
         if self.exchange is not None:
             for layer in reversed(range(first, self.exchange.gradients.left)):
                 self._start_reduction(layer)
@@ -322,62 +313,6 @@ class TableEngine(PipelineEngine):
         for buffers in self.pipe_buffers.values():
             buffers[buffer_id] = None
 
-    def _open_links(self) -> None:
-        layout = self.module.layout
-        behind: list[tuple[Sender, Receiver]] = []
-        before: list[tuple[Receiver, Sender]] = []
-        # Links below even stages, then below odd ones, and of either in rounds where replicas differ: no process is in
-        # two pairs of a round, as new_link demands.
-        for kind in range(min(2, self.num_stages - 1)):
-            of_stages = [pairs_below(layout, stage) for stage in range(kind, self.num_stages - 1, 2)]
-            for of_round in zip_longest(*of_stages, fillvalue=[]):
-                pairs = [pair for of_stage in of_round for pair in of_stage]
-                down, up = new_link(pairs, self.device), new_link(pairs, self.device)
-                own = next((pair for pair in pairs if self.global_rank in pair), None)
-                if own is None:
-                    continue
-                assert down and up, "this process is in a pair"
-                upper, lower = own
-                if self.global_rank == upper:
-                    behind.append((Sender(down, lower), Receiver(up, lower, self.device)))
-                    self._senders.append(behind[-1][0])
-                else:
-                    before.append((Receiver(down, upper, self.device), Sender(up, upper)))
-                    self._senders.append(before[-1][1])
-        if behind:
-            self._activations_out, self._gradients_in = (Fan(ends) for ends in zip(*behind, strict=True))
-        if before:
-            self._activations_in, self._gradients_out = (Fan(ends) for ends in zip(*before, strict=True))
-
-    def _try_links(self) -> None:
-        """Send something by every link, so that a pair that cannot communicate fails here and not in a step."""
-        # NCCL also connects a pair when it first sends, and its host waits meanwhile.
-        try:
-            self._exchange_token()
-        except RuntimeError as error:
-            neighbours = [sender.peer for sender in self._senders]
-            hosts = hosts_of(dist.group.WORLD)
-            raise ConfigError(unreachable(self.global_rank, neighbours, hosts, str(error))) from error
-
-    def _exchange_token(self) -> None:
-        """One token runs down the stages, and one up."""
-        token = torch.ones(1, device=self.device)
-        if not self.is_first_stage():
-            for receiver in self._activations_in.ends:
-                receiver.take_described()
-        if not self.is_last_stage():
-            for sender in self._activations_out.ends:
-                sender.send_described(0, [token])
-            for receiver in self._gradients_in.ends:
-                receiver.expect([(token.dtype, tuple(token.shape))])
-                receiver.take()
-        if not self.is_first_stage():
-            for sender in self._gradients_out.ends:
-                sender.send(0, [token])
-        for sender in self._senders:
-            sender.settle(0)
-        get_accelerator().synchronize()
-
     def _run_entry(self, operation: Operation, micro_batch: int) -> None:
         if operation == Operation.F:
             self._run_forward(micro_batch)
@@ -392,15 +327,16 @@ class TableEngine(PipelineEngine):
         self.weight_gradients.run(micro_batch)
 
     def _run_forward(self, micro_batch: int) -> None:
+        links = self._table_links
         if not self._runs_backward and not self.is_last_stage():
             # Such a stage has no backward pass that holds it back. It waits until the next stage has received all but
             # as many micro-batches as would be in flight, or outputs would pile up.
-            _settle(self._activations_out, micro_batch - self._in_flight)
+            settle(links.activations_out.ends, micro_batch - self._in_flight)
         if self.is_first_stage() or self.is_last_stage():  # inputs for the first one, labels for the last
             self._exec_load_micro_batch(micro_batch)
         if not self.is_first_stage():
             WORK.at("receive of the activation", micro_batch, waits=True)
-            received = self._activations_in[micro_batch].take_described()
+            received = links.activations_in[micro_batch].take_described()
             self._require_gradients(received)
             self.pipe_buffers["inputs"][micro_batch] = received
         WORK.at("forward pass", micro_batch)
@@ -411,47 +347,49 @@ class TableEngine(PipelineEngine):
             if self._first_gradient_before == (Operation.SEND_ACTIVATION, micro_batch):
                 self._expect_gradients()  # the step's first: the blocking order receives it before this send
             outputs = self.pipe_buffers["outputs"][micro_batch]
-            self._activations_out[micro_batch].send_described(micro_batch, outputs)
+            links.activations_out[micro_batch].send_described(micro_batch, outputs)
             if self._runs_backward:
                 self._awaited.append((micro_batch, [(each.dtype, tuple(each.shape)) for each in floats_of(outputs)]))
             else:
                 self._free(micro_batch)
 
     def _run_backward(self, micro_batch: int) -> None:
+        links = self._table_links
         if self.is_last_stage():
             self.loss = self._losses.pop(micro_batch)  # PipelineEngine runs backward from the loss computed last
         else:
             self._expect_gradients()  # does nothing if the last backward pass has posted the receive
             # PipelineEngine._exec_backward_pass runs backward from pipe_buffers["outputs"] with these.
             WORK.at("receive of the gradient", micro_batch, waits=True)
-            gradients = self._gradients_in[micro_batch].take()
+            gradients = links.gradients_in[micro_batch].take()
             if self._gradient_scale != 1:
                 gradients = tuple(gradient * self._gradient_scale for gradient in gradients)
             self.grad_layer = gradients
-            self._activations_out[micro_batch].settle(micro_batch)  # its gradient has come back: it has been received
+            links.activations_out[micro_batch].settle(micro_batch)  # its gradient has come back: it has been received
             self._expect_gradients()  # the next micro-batch's
         self.weight_gradients.micro_batch = micro_batch
         WORK.at("backward pass", micro_batch)
         self._exec_backward_pass(micro_batch)
         if self._sends_gradients:
             # What was received are leaves that require gradients (_require_gradients): backward has filled their grad.
-            gradients = [tensor.grad for tensor in floats_of(self.pipe_buffers["inputs"][micro_batch])]
-            self._gradients_out[micro_batch].send(micro_batch, cast(list[Tensor], gradients))
+            filled = [tensor.grad for tensor in floats_of(self.pipe_buffers["inputs"][micro_batch])]
+            links.gradients_out[micro_batch].send(micro_batch, cast(list[Tensor], filled))
             # The stage before has at most _in_flight_before micro-batches in flight: it has received the gradients of
             # earlier ones, or it could not have sent this micro-batch.
-            _settle(self._gradients_out, micro_batch - self._in_flight_before)
+            settle(links.gradients_out.ends, micro_batch - self._in_flight_before)
         self._free(micro_batch)
 
     def _expect_gradients(self) -> None:
         """Post the receive of the next gradients, if their micro-batch has been sent and no receive is posted."""
-        if self._awaited and all(receiver.is_idle for receiver in self._gradients_in.ends):
+        receivers = self._table_links.gradients_in
+        if self._awaited and all(receiver.is_idle for receiver in receivers.ends):
             micro_batch, shapes = self._awaited.popleft()
-            self._gradients_in[micro_batch].expect(shapes)
+            receivers[micro_batch].expect(shapes)
 
-
-def _settle(fan: Fan[Sender], micro_batch: int) -> None:
-    for sender in fan.ends:
-        sender.settle(micro_batch)
+    @property
+    def _table_links(self) -> Links:
+        assert self.links is not None, "entries are of a table"
+        return self.links
 
 
 def _in_flight_before(table: Schedule, stage: int) -> int:
@@ -467,5 +405,4 @@ def _behind_first_gradient(order: Sequence[Instruction]) -> Instruction | None:
 
 
 def floats_of(payload: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors of a payload that have gradients."""
     return [tensor for tensor in payload if tensor.is_floating_point()]

@@ -7,13 +7,19 @@ A process whose neighbouring stage has more replicas than its own has a `Fan` of
 
 import json
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from omnibal.cluster import Layout
+from omnibal.engine.grid import pairs_below
+from omnibal.errors import ConfigError
 from omnibal.ranks import gloo_group
+from omnibal.ranks.agreement import hosts_of, unreachable
 from omnibal.vlm.payload import PackCounts, counts_of, note_counts
 
 Shape = tuple[torch.dtype, tuple[int, ...]]
@@ -69,14 +75,12 @@ class Sender:
         self._under_way: dict[int, list[tuple[Any, Tensor]]] = {}
 
     def send(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
-        """Start to send contiguous tensors."""
         under_way = self._under_way.setdefault(micro_batch, [])
         for tensor in tensors:
             if tensor.numel():  # the receiver makes an empty tensor from its shape alone
                 under_way.append((dist.isend(tensor, self.peer, group=self._link.group(tensor)), tensor))
 
     def send_described(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
-        """Send tensors to a receiver that does not know their dtypes and shapes."""
         self.send(micro_batch, [describe(tensors)])
         self.send(micro_batch, tensors)
 
@@ -103,13 +107,11 @@ class Receiver:
         self._coming = self._start(shapes, self._device)
 
     def take(self) -> tuple[Tensor, ...]:
-        """Wait for the expected tensors."""
         assert self._coming is not None, "nothing is expected"
         coming, self._coming = self._coming, None
         return _finish(coming)
 
     def take_described(self) -> tuple[Tensor, ...]:
-        """Wait for tensors whose dtypes and shapes their description tells."""
         (description,) = _finish(self._start([DESCRIPTION], torch.device("cpu")))
         shapes, counts = read_description(description)
         tensors = _finish(self._start(shapes, self._device))
@@ -130,12 +132,73 @@ End = TypeVar("End", bound=Sender | Receiver)
 class Fan(Generic[End]):
     """The ends of one direction, one for each neighbour that shares this process's micro-batches, in their order."""
 
-    def __init__(self, ends: Sequence[End]) -> None:
+    def __init__(self, ends: list[End]) -> None:
         self.ends = ends
 
     def __getitem__(self, micro_batch: int) -> End:
         """The end of a micro-batch: neighbours take them in turns."""
         return self.ends[micro_batch % len(self.ends)]
+
+
+class Links:
+    """The ends of this process's links to the stages before and behind it; all ranks create it together."""
+
+    def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
+        self._rank, self._device = rank, device
+        self.activations_out, self.activations_in = Fan[Sender]([]), Fan[Receiver]([])
+        self.gradients_out, self.gradients_in = Fan[Sender]([]), Fan[Receiver]([])
+        # Links below even stages, then below odd ones, and of either in rounds where replicas differ: no process is in
+        # two pairs of a round, as new_link demands.
+        for kind in range(min(2, layout.num_stages - 1)):
+            of_stages = [pairs_below(layout, stage) for stage in range(kind, layout.num_stages - 1, 2)]
+            for of_round in zip_longest(*of_stages, fillvalue=[]):
+                pairs = [pair for of_stage in of_round for pair in of_stage]
+                down, up = new_link(pairs, device), new_link(pairs, device)
+                own = next((pair for pair in pairs if rank in pair), None)
+                if own is None:
+                    continue
+                assert down and up, "this process is in a pair"
+                upper, lower = own
+                if rank == upper:
+                    self.activations_out.ends.append(Sender(down, lower))
+                    self.gradients_in.ends.append(Receiver(up, lower, device))
+                else:
+                    self.activations_in.ends.append(Receiver(down, upper, device))
+                    self.gradients_out.ends.append(Sender(up, upper))
+
+    @property
+    def senders(self) -> list[Sender]:
+        return [*self.gradients_out.ends, *self.activations_out.ends]
+
+    def settle(self, micro_batch: int) -> None:
+        """Wait until all tensors up to this micro-batch have been sent to any neighbour."""
+        settle(self.senders, micro_batch)
+
+    def try_out(self) -> None:
+        """Send a token down the stages and one up, so that a pair that cannot communicate fails here, not in a step."""
+        # NCCL also connects a pair when it first sends, and its host waits meanwhile.
+        token = torch.ones(1, device=self._device)
+        try:
+            for receiver in self.activations_in.ends:
+                receiver.take_described()
+            for sender in self.activations_out.ends:
+                sender.send_described(0, [token])
+            for receiver in self.gradients_in.ends:
+                receiver.expect([(token.dtype, tuple(token.shape))])
+                receiver.take()
+            for sender in self.gradients_out.ends:
+                sender.send(0, [token])
+            self.settle(0)
+            get_accelerator().synchronize()
+        except RuntimeError as error:
+            neighbours, hosts = [sender.peer for sender in self.senders], hosts_of(dist.group.WORLD)
+            raise ConfigError(unreachable(self._rank, neighbours, hosts, str(error))) from error
+
+
+def settle(senders: Iterable[Sender], micro_batch: int) -> None:
+    """Wait until senders have sent all tensors up to a micro-batch."""
+    for sender in senders:
+        sender.settle(micro_batch)
 
 
 def _finish(coming: Iterable[tuple[Any, Tensor]]) -> tuple[Tensor, ...]:

@@ -46,14 +46,11 @@ _turns = count()
 
 
 class _Failure(NamedTuple):
-    """What a rank sends in place of a value."""
-
     kind: type[OmnibalError]
     message: str
 
 
 def place() -> tuple[int, int]:
-    """This process's rank, and the number of ranks."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
@@ -153,7 +150,6 @@ def _attempt(work: Callable[[], T]) -> T | Exception:
 
 
 def _await(turn: str, doing: str) -> None:
-    """Wait for rank 0; only rank 1 says for what."""
     started, has_spoken = monotonic(), dist.get_rank() != 1
     while not _get_default_store().check([turn]):
         waited = monotonic() - started
@@ -250,8 +246,6 @@ class Meeting:
 
 
 class Host(NamedTuple):
-    """Where a process runs: the host's name, and the address at which gloo lets others reach the process."""
-
     name: str
     address: str
 
@@ -315,7 +309,6 @@ def check_addresses(hosts: Sequence[Host]) -> None:
 
 @cache
 def hosts_of(world: dist.ProcessGroup) -> list[Host]:
-    """The hosts of all processes, by rank."""
     # By the store, since no connection between the hosts is tested yet: every rank writes its own host, rank 0 collects
     # them under one key, and everybody reads that (a get waits until the key is set).
     store = _get_default_store()

@@ -46,7 +46,6 @@ class Work:
     step: int | None = None
 
     def at(self, doing: str, micro_batch: int | None = None, *, waits: bool = False, is_long: bool = False) -> None:
-        """Note what begins now."""
         self.note = Note(doing, self.step, micro_batch, waits, is_long, monotonic())
 
     @contextmanager
@@ -63,8 +62,6 @@ WORK: Final = Work()
 
 
 class Beat(NamedTuple):
-    """The last word of another rank."""
-
     number: int
     note: Note | None
     since: float  # when this process saw a new number

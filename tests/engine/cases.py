@@ -1,6 +1,5 @@
 """What the processes of the distributed tests run; each function returns plain data."""
 
-import json
 import os
 import resource
 import shutil
@@ -24,7 +23,7 @@ from omnibal.engine import module as module_file
 from omnibal.engine.initialize import build_engine, initialize
 from omnibal.engine.module import ON_ALL_RANKS
 from omnibal.engine.resolve import ResolvedRun, UserOptimizer
-from omnibal.engine.saved_files import MANIFEST, SavedFile, read_manifest, write_manifest
+from omnibal.engine.saved_files import SavedFile, read_manifest, write_manifest
 from omnibal.errors import DataError, OmnibalError
 from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.partition import Partition
@@ -436,11 +435,6 @@ def checkpoint_troubles(config, other_configs, folder):
     said["cut off"] = _refusal(lambda: engine.load_checkpoint(folder))
     engine.load_checkpoint(folder, fall_back=True)
     said["went on"] = engine.global_steps, all(weights[name].equal(value) for name, value in weights_of(engine).items())
-    if rank == 0:
-        _make_old(folder / "a")
-    dist.barrier()
-    engine.load_checkpoint(folder, "a")
-    said["went on from an old one"] = all(weights[name].equal(value) for name, value in weights_of(engine).items())
     return said
 
 
@@ -450,17 +444,6 @@ def _write(path, content):
     manifest = read_manifest(path.parent)
     files = manifest.pop("files")
     write_manifest(path.parent, manifest, {**files, path.name: SavedFile.of(path, files[path.name].rank)})
-
-
-def _make_old(checkpoint):
-    """A manifest as earlier versions wrote it."""
-    manifest = read_manifest(checkpoint)
-    old = {
-        name: SavedFile.of(checkpoint / name, saved.rank, last_bytes=2**20) for name, saved in manifest["files"].items()
-    }
-    added = ("version", "number", "settings")
-    content = {key: value for key, value in manifest.items() if key not in added} | {"files": old}
-    (checkpoint / MANIFEST).write_text(json.dumps(content))
 
 
 @contextmanager

@@ -226,15 +226,6 @@ def test_the_newest_is_what_was_saved_last_whatever_clocks_say(folder):
     assert saved_files.newest_first(folder)[0].name == "global_step5"
 
 
-def test_checkpoints_of_an_older_version_come_before_by_their_step(folder):
-    for step in (9, 10):
-        save(folder, f"global_step{step}", step)
-        (folder / f"global_step{step}" / "omnibal.json").write_text('{"files": {}}')
-    os.utime(folder / "global_step10" / "omnibal.json", (0, 0))
-    names = [path.name for path in saved_files.newest_first(folder)]
-    assert names == ["two", "one", "global_step10", "global_step9"]
-
-
 ODD = [b"\xff\xfe\x00", b"", b"../two", b"two\x00", b"..", b"a" * 5000]
 
 
@@ -303,16 +294,10 @@ def test_any_flipped_bit_of_a_manifest_is_seen(folder):
     assert problem_of(folder / "two") is None
 
 
-def test_a_checkpoint_of_an_older_version_is_checked_as_far_as_it_can_be_and_that_is_said(folder):
-    manifest = folder / "two" / "omnibal.json"
-    files = {path.name: SavedFile.of(path, 0, last_bytes=2**20) for path in (folder / "two").glob("*.pt")}
-    manifest.write_text(json.dumps({"files": files}))
-    name, remark = choose(folder, None)
-    assert name == "two"
-    assert remark.endswith(
-        "was saved by an older omnibal: of each file the size and the last MiB are checked, not more"
-    )
-    mix(folder)
+def test_a_checkpoint_of_an_older_version_is_refused(folder):
+    (folder / "two" / "omnibal.json").write_text(json.dumps({"files": {}}))
+    with pytest.raises(ConfigError, match="an omnibal of before 2026-11-23 saved it"):
+        choose(folder, None)
     assert choose(folder, None, fall_back=True)[0] == "one"
 
 

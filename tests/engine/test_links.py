@@ -7,7 +7,6 @@ import torch
 
 from omnibal.cluster import Layout
 from omnibal.engine import transfers
-from omnibal.engine.table import TableEngine
 
 STAGES, REPLICAS = 4, 128
 
@@ -38,18 +37,13 @@ class Network:
 
 @pytest.fixture
 def open_links(monkeypatch):
-    """Opens the links of one process of four stages and 128 replicas; the network, and the process's engine."""
+    """Opens the links of one process of four stages and 128 replicas; the network, and the process's links."""
 
     def open_on(rank, device, *, splits=True):
         network = Network(rank, splits=splits)
         monkeypatch.setattr(transfers, "dist", network)
         monkeypatch.setattr(transfers, "gloo_group", lambda world: "gloo")
-        engine = TableEngine.__new__(TableEngine)
-        engine.__dict__ |= {"num_stages": STAGES, "dp_world_size": REPLICAS, "global_rank": rank, "_senders": []}
-        module = SimpleNamespace(layout=Layout(STAGES, REPLICAS))
-        engine.__dict__ |= {"device": torch.device(device), "module": module}
-        engine._open_links()
-        return network, engine
+        return network, transfers.Links(Layout(STAGES, REPLICAS), rank, torch.device(device))
 
     return open_on
 
@@ -65,36 +59,34 @@ def test_a_world_is_split_four_times_whatever_the_replicas(open_links):
 
 
 def test_a_direction_has_a_group_of_its_own(open_links):
-    _, engine = open_links(REPLICAS + 5, "cuda")
+    _, links = open_links(REPLICAS + 5, "cuda")
     above, below = (5, REPLICAS + 5), (REPLICAS + 5, 2 * REPLICAS + 5)
-    links = [
-        engine._activations_in[0]._link,
-        engine._gradients_out[0]._link,
-        engine._activations_out[0]._link,
-        engine._gradients_in[0]._link,
+    own = [
+        links.activations_in[0]._link,
+        links.gradients_out[0]._link,
+        links.activations_out[0]._link,
+        links.gradients_in[0]._link,
     ]
-    assert [link.on_device for link in links] == [
+    assert [link.on_device for link in own] == [
         ("split", 1, above),
         ("split", 2, above),
         ("split", 3, below),
         ("split", 4, below),
     ]
-    assert {link.on_host for link in links} == {"gloo"}
-    assert [sender.peer for sender in engine._senders] == [5, 2 * REPLICAS + 5]
-    assert links[0].group(torch.ones(1)) == "gloo"
-    assert links[0].group(torch.ones(1, device="meta")) == ("split", 1, above)
+    assert {link.on_host for link in own} == {"gloo"}
+    assert [sender.peer for sender in links.senders] == [5, 2 * REPLICAS + 5]
+    assert own[0].group(torch.ones(1)) == "gloo"
+    assert own[0].group(torch.ones(1, device="meta")) == ("split", 1, above)
 
 
 def test_a_world_that_cannot_be_split_makes_a_group_per_direction_and_pair(open_links):
-    network, engine = open_links(5, "cuda", splits=False)
+    network, links = open_links(5, "cuda", splits=False)
     assert network.splits == []
     assert len(network.groups) == 2 * (STAGES - 1) * REPLICAS
-    assert (
-        engine._activations_out[0]._link.on_device[2] == engine._gradients_in[0]._link.on_device[2] == (5, REPLICAS + 5)
-    )
+    assert links.activations_out[0]._link.on_device[2] == links.gradients_in[0]._link.on_device[2] == (5, REPLICAS + 5)
 
 
 def test_on_a_cpu_no_group_is_made(open_links):
-    network, engine = open_links(5, "cpu")
+    network, links = open_links(5, "cpu")
     assert network.splits == network.groups == []
-    assert engine._activations_out[0]._link == transfers.StageLink("gloo", "gloo")
+    assert links.activations_out[0]._link == transfers.StageLink("gloo", "gloo")

@@ -155,4 +155,3 @@ def test_checkpoints_that_cannot_be_saved_or_loaded(model, tmp_path):
     for key in ("damaged", "cut off"):
         assert said[key].endswith("; the newest whole one is a: name it to use it")
     assert said["went on"] == (1, True)
-    assert said["went on from an old one"]
