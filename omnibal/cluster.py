@@ -28,9 +28,9 @@ OVERHEAD_BYTES: Final = 2 * 2**30
 Precision = Literal["bfloat16", "float32"]
 
 
-def replicas_of(
-    num_stages: int,
+def num_replicas_on(
     num_devices: int,
+    num_stages: int,
     *,
     num_layers: int,
     num_tensor: int = 1,
@@ -41,43 +41,32 @@ def replicas_of(
 
     ``encoder`` may have devices of its own among them, whose stages are counted in ``num_stages``.
     """
+    # What an encoder of its own leaves to the language model: devices, and stages.
+    left, behind, beside = num_devices, num_stages, ""
     if encoder is not None and encoder.placement == "own":
-        return _replicas_beside(encoder, num_stages, num_devices, num_layers=num_layers, devices=devices)
-    num_ranks, left = divmod(num_devices, num_tensor)
-    if left:
-        raise ConfigError(f"{devices} must be a multiple of the {num_tensor} that share each layer, got {num_devices}")
-    if num_ranks % num_stages:
+        left, behind = num_devices - encoder.num_devices, num_stages - encoder.num_stages
+        beside = f" that omnibal.pipeline.encoder ({encoder}) leaves of {num_devices}"
+        if left < 1:
+            raise ConfigError(
+                f"omnibal.pipeline.encoder must leave {devices} to the language model, got {encoder} of {num_devices}"
+            )
+        if behind < 1:
+            raise ConfigError(
+                f"num_stages must count the encoder's {encoder.num_stages} and at least one behind, got {num_stages}"
+            )
+    num_ranks, rest = divmod(left, num_tensor)
+    if rest:
+        raise ConfigError(f"{devices} must be a multiple of the {num_tensor} that share each layer, got {left}")
+    if num_ranks % behind:
+        whose = "" if encoder is None or not beside else f" without the encoder's {encoder.num_stages}"
         groups = "" if num_tensor == 1 else f"groups of {num_tensor} "
-        raise ConfigError(f"num_stages must divide the {num_ranks} {groups}{devices}, got {num_stages}")
+        raise ConfigError(f"num_stages{whose} must divide the {num_ranks} {groups}{devices}{beside}, got {behind}")
     if num_stages > num_layers:
         raise ConfigError(
             f"num_stages must be at most the model's {num_layers} layers, got {num_stages}; "
             "omnibal.pipeline.num_stages says it"
         )
-    return num_ranks // num_stages
-
-
-def _replicas_beside(encoder: "Encoder", num_stages: int, num_devices: int, *, num_layers: int, devices: str) -> int:
-    left, behind = num_devices - encoder.num_devices, num_stages - encoder.num_stages
-    if left < 1:
-        raise ConfigError(
-            f"omnibal.pipeline.encoder must leave {devices} to the language model, got {encoder} of {num_devices}"
-        )
-    if behind < 1:
-        raise ConfigError(
-            f"num_stages must count the encoder's {encoder.num_stages} and at least one behind, got {num_stages}"
-        )
-    if num_stages > num_layers:
-        raise ConfigError(
-            f"num_stages must be at most the model's {num_layers} layers, got {num_stages}; "
-            "omnibal.pipeline.num_stages says it"
-        )
-    if left % behind:
-        raise ConfigError(
-            f"num_stages without the encoder's {encoder.num_stages} must divide the {left} {devices} that "
-            f"omnibal.pipeline.encoder ({encoder}) leaves of {num_devices}, got {behind}"
-        )
-    return left // behind
+    return num_ranks // behind
 
 
 def check_zero_stage(zero_stage: int) -> None:

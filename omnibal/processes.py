@@ -55,10 +55,6 @@ def let_segments_grow() -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
-def _say(text: str) -> None:
-    print(f"omnibal: {text}", file=sys.stderr, flush=True)
-
-
 def end_with_launcher() -> None:
     """Let this process end when the deepspeed launcher does.
 
@@ -102,7 +98,8 @@ class EndRequest:
             raise KeyboardInterrupt
         if self.signal is None:
             self.signal, self._since = signal.Signals(number), monotonic()
-            _say(f"{self.signal.name}: the step that runs is finished and saved, then all ranks end")
+            text = f"omnibal: {self.signal.name}: the step that runs is finished and saved, then all ranks end"
+            print(text, file=sys.stderr, flush=True)
 
 
 def leave_ends_to_parent(worker: int) -> None:

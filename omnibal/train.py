@@ -41,9 +41,9 @@ from omnibal.engine.checkpoint import export_newest
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import meet, start, user_optimizer
 from omnibal.engine.loader import Loader, VlmDataset
+from omnibal.engine.measured import StageTimes
 from omnibal.engine.samples import open_together
 from omnibal.engine.saved_files import latest_checkpoint
-from omnibal.engine.stage_times import StageTimes
 from omnibal.errors import ConfigError, OmnibalError, reporting
 from omnibal.families.base import trained_in_words
 from omnibal.plan import Plan

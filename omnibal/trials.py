@@ -26,9 +26,6 @@ require(*ENGINE_MODULES)
 if TYPE_CHECKING:
     from omnibal.engine.engine import OmnibalEngine
 
-UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
-
 
 @dataclass(frozen=True)
 class Trial:
@@ -126,9 +123,10 @@ def missing_bytes(message: str) -> int:
     ...               "which 1.50 GiB is free. Including non-PyTorch memory, this process has 77.65 GiB in use.")
     536870912
     """
-    asked = re.search(f"Tried to allocate {_SIZE}", message)
-    free = re.search(f"of which {_SIZE} is free", message)
-    return max(_bytes(asked) - _bytes(free), 1)
+    size, units = r"([\d.]+) (bytes|KiB|MiB|GiB)", {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+    found = (re.search(pattern, message) for pattern in (f"Tried to allocate {size}", f"of which {size} is free"))
+    asked, free = (int(float(each[1]) * units[each[2]]) if each else 0 for each in found)
+    return max(asked - free, 1)
 
 
 def write_missing(folder: Path, stage: int, rank: int, message: str) -> None:
@@ -143,10 +141,6 @@ def read_missing(folder: Path, num_stages: int) -> tuple[int, ...]:
     )
 
 
-def _bytes(found: re.Match[str] | None) -> int:
-    return int(float(found[1]) * UNITS[found[2]]) if found else 0
-
-
 def main() -> None:
     """Time the steps that follow one to warm up, from barrier to barrier, and measure the memory of one more."""
     let_segments_grow()
@@ -154,7 +148,12 @@ def main() -> None:
 
     from omnibal.engine.initialize import initialize
 
-    arguments = _arguments()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--deepspeed_config", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
+    arguments = parser.parse_args()
     engine, *_ = initialize(config=arguments.deepspeed_config)
     try:
         seconds, peak_bytes = _measure(engine, arguments.steps)
@@ -178,15 +177,6 @@ def _measure(engine: "OmnibalEngine", steps: int) -> tuple[list[float], tuple[in
         dist.barrier()
         seconds.append(perf_counter() - started)
     return seconds, engine.measured_batch()[1].step
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--deepspeed_config", type=Path, required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from omnibal.cluster import Cluster, Encoder, Layout, replicas_of
+from omnibal.cluster import Cluster, Encoder, Layout, num_replicas_on
 from omnibal.config import OmnibalSection, RunFiles, dtype_of, layout_of, micro_batches_of, read_config, resolve_plan
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, choose_limits
@@ -272,8 +272,8 @@ class Workspace:
             stages = encoder.num_stages + max(num_devices - encoder.num_devices, 1)
         elif stages == "auto":
             stages = num_devices // num_tensor
-        replicas = replicas_of(
-            stages, num_devices, num_layers=num_layers, num_tensor=num_tensor, devices=devices, encoder=encoder
+        replicas = num_replicas_on(
+            num_devices, stages, num_layers=num_layers, num_tensor=num_tensor, devices=devices, encoder=encoder
         )
         layout = replace(layout_of(self.config, stages, replicas), num_tensor=num_tensor, encoder=encoder)
         if layout.has_units:

@@ -13,18 +13,15 @@ from omnibal.config.rules import (
     micro_batches_of,
     partition_of,
     resolve_plan,
-    sums_in_float32,
 )
 from omnibal.config.section import (
     DataSection,
-    EncoderSection,
     LearningRates,
     LoraSection,
     ModelSection,
     OmnibalSection,
     OptimizerSection,
     PackingSection,
-    PipelineSection,
     RunFiles,
     RunSection,
     read_config,
@@ -32,14 +29,12 @@ from omnibal.config.section import (
 
 __all__ = [
     "DataSection",
-    "EncoderSection",
     "LearningRates",
     "LoraSection",
     "ModelSection",
     "OmnibalSection",
     "OptimizerSection",
     "PackingSection",
-    "PipelineSection",
     "RunFiles",
     "RunSection",
     "check_apart_from_layout",
@@ -55,5 +50,4 @@ __all__ = [
     "partition_of",
     "read_config",
     "resolve_plan",
-    "sums_in_float32",
 ]

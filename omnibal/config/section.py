@@ -20,7 +20,7 @@ from omnibal.records import explain, parse_relaxed, read_json
 
 Count = Annotated[int, Field(ge=1)]
 # A path; a shell would replace `~`, JSON does not.
-Place = Annotated[str, AfterValidator(lambda path: str(Path(path).expanduser()) if path.startswith("~") else path)]
+UserPath = Annotated[str, AfterValidator(lambda path: str(Path(path).expanduser()) if path.startswith("~") else path)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 # DeepSpeed passes over keys that it does not know, and its pipeline engine over much that it does know.
@@ -99,7 +99,7 @@ class LoraSection(Section):
 class ModelSection(Section):
     """Which model is trained."""
 
-    path: Place | None = None
+    path: UserPath | None = None
     """Hugging Face folder (config.json, weights, tokenizer, preprocessor)."""
     family: str | None = None
     """Python module that registers the model's family, where it is none of omnibal's; see families.md. Every command
@@ -119,11 +119,11 @@ class ModelSection(Section):
 class DataSection(Section):
     """Which samples it is trained on: any records in any files that data.md lists."""
 
-    train: Place | None = None
+    train: UserPath | None = None
     """What is trained on: a meta file, annotations, or a folder of annotations."""
-    held_out: Place | None = None
+    held_out: UserPath | None = None
     """What is evaluated on, alike; left out, nothing."""
-    images: Place | None = None
+    images: UserPath | None = None
     """Folder that images of annotations are in, by default the annotations' own; meta files name theirs."""
     max_tiles: Count | None = None
     """The most tiles an image is cut into (a thumbnail comes on top); left out, what the model's folder says."""
@@ -217,7 +217,7 @@ class PipelineSection(Section):
     schedule: ScheduleName | Literal["auto"] = "auto"
     """``1f1b``, ``zero-bubble``, ``zero-bubble-lean``, or ``auto``: the plan's choice, ``1f1b`` without a plan. Beside
     an encoder with devices of its own it is the language model's, and transfers never block."""
-    plan: Place | Literal["auto"] | None = None
+    plan: UserPath | Literal["auto"] | None = None
     """A plan.json; it takes the place of ``partition``, ``recompute`` and the packing limits. ``auto``, which `omnibal
     plan --write` enters: the one in ``run.output``."""
 
@@ -282,7 +282,7 @@ class RunFiles:
 class RunSection(Section):
     """How `omnibal.train` runs."""
 
-    output: Place = "runs/train"
+    output: UserPath = "runs/train"
     """Folder of all that the run and commands about it keep; all hosts share it. Left out, ``runs/`` and the name of
     the ds_config's file."""
     epochs: Count = 1

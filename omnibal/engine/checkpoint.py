@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -93,18 +94,12 @@ def export(checkpoint: Path, folder: Path, *, merged: bool = False) -> None:
         raise ConfigError(problem + offer(checkpoint.parent, without=checkpoint.name))
     if merged and not (checkpoint / MODEL_FOLDER / ADAPTER_CONFIG).is_file():
         raise ConfigError(f"checkpoint must hold adapters to be merged, got {checkpoint} without any")
-    if merged:
-        _check_base(checkpoint)
-    join_layers(checkpoint, folder, merged=merged)
-
-
-def _check_base(checkpoint: Path) -> None:
-    """Refuse to add adapters to other weights than those that they were trained beside."""
-    base, saved = base_of(load_adapters(checkpoint / MODEL_FOLDER)), read_manifest(checkpoint)
+    saved, base = read_manifest(checkpoint), base_of(load_adapters(checkpoint / MODEL_FOLDER)) if merged else None
     if BASE_WEIGHTS in saved and base is not None and has_weights(base) and fingerprint(base) != saved[BASE_WEIGHTS]:
         raise ConfigError(
             f"{base} must hold the weights that the adapters of {checkpoint} were trained beside, got others"
         )
+    join_layers(checkpoint, folder, merged=merged)
 
 
 def export_newest(files: RunFiles) -> Path:
@@ -113,18 +108,14 @@ def export_newest(files: RunFiles) -> Path:
     manifest = checkpoint / MANIFEST
     # The time tells it from a checkpoint of the same name that a run which began anew has written since.
     source = {"checkpoint": checkpoint.name, "written": manifest.stat().st_mtime_ns if manifest.is_file() else None}
-    if not files.model.is_dir() or _kept(files.exported) != source:
+    kept: Any = None
+    with suppress(OSError, ValueError):
+        kept = load_json(files.exported)
+    if not files.model.is_dir() or kept != source:
         files.exported.unlink(missing_ok=True)
         export(checkpoint, files.model)
         files.exported.write_text(json.dumps(source) + "\n")
     return files.model
-
-
-def _kept(file: Path) -> Any:
-    try:
-        return load_json(file)
-    except (OSError, ValueError):
-        return None
 
 
 def join_layers(layers: Path, folder: Path, *, merged: bool = False) -> None:

@@ -22,7 +22,7 @@ from omnibal.vlm.weights import load_data
 
 LOG: Final = logging.getLogger(__name__)
 # Where the optimizer's state lies: under other values each rank reads it by the names of its weights.
-_PLACES: Final = ("partition", "num_replicas", "num_tensor", "zero_stage", "grad_accum_dtype")
+_STATE_LAYOUT: Final = ("partition", "num_replicas", "num_tensor", "zero_stage", "grad_accum_dtype")
 
 
 class CheckpointedEngine(SavingEngine):
@@ -60,7 +60,7 @@ class CheckpointedEngine(SavingEngine):
         layout = self._layout(with_optimizer=with_optimizer, with_schedule=with_schedule)
         manifest = saved_files.read_manifest(folder / name)
         saved = manifest["settings"]
-        moved = [SettingChange(key, manifest.get(key), layout.get(key)) for key in _PLACES]
+        moved = [SettingChange(key, manifest.get(key), layout.get(key)) for key in _STATE_LAYOUT]
         moved = [change for change in moved if change.saved != change.value]
         compare = partial(self.settings.changed_from, saved, with_optimizer=with_optimizer, with_schedule=with_schedule)
 
@@ -168,7 +168,7 @@ class CheckpointedEngine(SavingEngine):
         saved = saved_files.read_manifest(checkpoint)
         for key, value in layout.items():  # or optimizer states would land on other layers
             before = saved.get(key)
-            if before != value and key not in _PLACES:
+            if before != value and key not in _STATE_LAYOUT:
                 raise ConfigError(
                     f"{key} must be that of the checkpoint {checkpoint} ({before}) to resume, got {value}; "
                     "to go on under another one, export the checkpoint and start from the exported model"

@@ -25,11 +25,11 @@ from omnibal.data.epoch import Step
 from omnibal.engine.checkpointed import CheckpointedEngine
 from omnibal.engine.grid import replaced
 from omnibal.engine.loader import Batch, Loader, Steps, VlmDataset, read_step
+from omnibal.engine.measured import StagePeaks, StageTimes, measure_step
 from omnibal.engine.module import Joined
 from omnibal.engine.resolve import OnGradient, ResolvedRun
 from omnibal.engine.samples import CheckedSamples, SampleRules, checked_lengths
 from omnibal.engine.settings import Settings, settings_of
-from omnibal.engine.stage_times import StageTimes
 from omnibal.engine.table import floats_of
 from omnibal.errors import ConfigError, OmnibalError, reporting, said
 from omnibal.feeds.feed import Share
@@ -46,7 +46,6 @@ from omnibal.ranks import (
     naming_lost_ranks,
     rank_zero_first,
 )
-from omnibal.vlm.passes import DevicePeak, overhead_bytes
 from omnibal.vlm.payload import Payload, counts_of, note_counts
 
 MicroBatch = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
@@ -65,16 +64,6 @@ class Evaluation:
     loss: float  # mean of a target token
     accuracy: float  # share of the samples whose answer greedy decoding would give exactly
     samples: int  # samples with an answer
-
-
-@dataclass(frozen=True)
-class StagePeaks:
-    """The most bytes that a device of each stage held at one time, by stage."""
-
-    step: tuple[int, ...]  # of tensors, in a whole step
-    # Beside torch's allocator: contexts, libraries, communicators, other processes' memory on the same device; zeros
-    # without a CUDA device.
-    overhead: tuple[int, ...]
 
 
 class _ReportingMonitor(MonitorMaster):  # type: ignore[misc]
@@ -162,28 +151,7 @@ class OmnibalEngine(CheckpointedEngine):
 
     def measured_batch(self) -> tuple[Tensor, StagePeaks]:
         """As ``train_batch``, and measure the memory of the step, which takes longer on a CPU."""
-        meter: DevicePeak | None = None
-        with reporting("measuring of memory"):
-            meter = DevicePeak(self.device, self._held())
-        loss, own = self._train(meter or nullcontext()), (0, 0)
-        with reporting("measuring of memory"):
-            own = (0 if meter is None else meter.peak_bytes, overhead_bytes(self.device))
-        found = gather((self.stage_id, own))
-        by_stage = ([peaks for stage, peaks in found if stage == s] for s in range(self.num_stages))
-        return loss, StagePeaks(*zip(*(map(max, zip(*peaks, strict=True)) for peaks in by_stage), strict=True))
-
-    def _held(self) -> list[Tensor]:
-        """What stays from step to step: parameters, buffers, gradients, and what the optimizer keeps."""
-        parameters = list(self.module.parameters())
-        groups = self.basic_optimizer.param_groups
-        owned = [parameter for group in groups for parameter in group["params"]]
-        state = [value for values in self.basic_optimizer.state.values() for value in values.values()]
-        tensors = [*parameters, *self.module.buffers(), *owned, *state]
-        gradients = [parameter.grad for parameter in (*parameters, *owned)]
-        # Sums of 16-bit gradients in float32: ZeRO 1 lets parameters have them, BF16_Optimizer one flat buffer a group.
-        gradients += [getattr(parameter, "grad_accum", None) for parameter in parameters]
-        gradients += getattr(self.optimizer, "fp32_groups_gradients_flat", [])
-        return [tensor for tensor in (*tensors, *gradients) if isinstance(tensor, Tensor)]
+        return measure_step(self, self._train)
 
     @naming_lost_ranks
     def _train(self, meter: AbstractContextManager[object], steps: Steps | None = None) -> Tensor:

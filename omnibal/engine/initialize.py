@@ -50,13 +50,13 @@ from omnibal.workspace import Workspace
 
 LOG: Final = logging.getLogger(__name__)
 E = TypeVar("E", bound=OmnibalEngine)
-# How to have what `deepspeed.initialize` takes and `initialize` does not.
 # Hosts may have the same files in places of their own; lengths tell whether these are the same.
-_PLACES: Final = (
+_PATHS: Final = (
     *("omnibal.model.path", "omnibal.data.train", "omnibal.data.held_out", "omnibal.data.images", "omnibal.run.output"),
     *("omnibal.pipeline.plan", "omnibal.data.workers", "csv_monitor.output_path", "tensorboard.output_path"),
 )
-OTHERWISE = {
+# How to have what `deepspeed.initialize` takes and `initialize` does not.
+OTHERWISE: Final = {
     "args": "pass the ds_config as config",
     "model_parameters": "all are trained but what omnibal.model.frozen names, in the groups that "
     "omnibal.optimizer asks for",
@@ -178,7 +178,7 @@ def start(workspace: Workspace, model: Any, dataset: Any, own: UserOptimizer) ->
     resolved, config = run_on_all_ranks(refuse_or_resolve)
     section, place = workspace.section, resolved.layout.place(dist.get_rank())
     settings = settings_of(workspace.config, section).items()
-    check_same(_versions() | {key: value for key, value in settings if key not in _PLACES})
+    check_same(_versions() | {key: value for key, value in settings if key not in _PATHS})
     if resolved.layout.num_tensor > 1:
         hosts = [host.name for host in hosts_of(dist.group.WORLD)]
         if dist.get_rank() == 0:

@@ -112,12 +112,12 @@ class VlmPipelineModule(PipelineModule):
         A group has a ``name``, ``params``, ``names`` (the parameters' names on disk), ``lr`` and ``weight_decay`` where
         the section decides them, and ``on_all_ranks`` where it is of a spread encoder.
         """
-        places, unused = self.places(), list(self.placeholders)
+        named, unused = self.disk_names(), list(self.placeholders)
         own: dict[_GroupKey, dict[nn.Parameter, str]] = {}
         spread = set(self.encoder.parameters())
         for parameter in self.parameters():
-            if parameter.requires_grad and parameter in places:
-                name, part = places[parameter]
+            if parameter.requires_grad and parameter in named:
+                name, part = named[parameter]
                 has_rate = getattr(settings.learning_rates, part) is not None
                 undecayed = settings.weight_decay != "all" and parameter.dim() <= 1
                 key = _GroupKey(part if has_rate else "", undecayed, parameter in spread)
@@ -142,7 +142,7 @@ class VlmPipelineModule(PipelineModule):
         Under ZeRO or bfloat16 a gradient is a float32 copy, which all replicas of a stage make together: each keeps a
         part.
         """
-        for parameter, (name, _) in self.places().items():
+        for parameter, (name, _) in self.disk_names().items():
             # DeepSpeed's optimizers give their parameters this method (mixed_precision_linkage.link_hp_params).
             if hasattr(parameter, "get_full_hp_grad"):
                 yield name, parameter.get_full_hp_grad()
@@ -155,7 +155,7 @@ class VlmPipelineModule(PipelineModule):
         # PipelineModule keeps its stage's layers in forward_funcs; _local_start is the number of the first one.
         yield from enumerate(self.forward_funcs, start=self._local_start)
 
-    def places(self) -> dict[nn.Parameter, tuple[str, Module]]:
+    def disk_names(self) -> dict[nn.Parameter, tuple[str, Module]]:
         """Name on disk and module of this rank's parameters; of a tied one, those of its first use."""
         found: dict[nn.Parameter, tuple[str, Module]] = {}
         for index, layer in self.numbered_layers():
@@ -183,7 +183,7 @@ class VlmPipelineModule(PipelineModule):
             payload = self.vlm.sent_tensors(self._local_start).build(tensors)
             payload = self._run_layers(payload.with_integers(self.targets))
             if len(self.placeholders):
-                attached: Any = _Attach
+                attached: Any = Attached
                 payload = payload.with_floats(lambda sent: attached.apply(sent, *self.placeholders))
         sent: tuple[Tensor, ...] = self.vlm.sent_tensors(self._local_stop).flatten(payload)
         return sent
@@ -209,9 +209,9 @@ class VlmPipelineModule(PipelineModule):
             state = self.encoder[index].state_dict()
             for name in self._get_frozen_parameter_names(self.encoder[index]) if exclude_frozen_params else ():
                 del state[name]
-            checkpoint_engine.save(
-                state_dict=clone_tensors_for_torch_save(state), path=self.ckpt_layer_path(save_dir, self._place(index))
-            )
+            # PipelineModule names a layer's file by its place in the stage, to which it adds _local_start again.
+            path = self.ckpt_layer_path(save_dir, index - int(self._local_start))
+            checkpoint_engine.save(state_dict=clone_tensors_for_torch_save(state), path=path)
 
     def load_state_dir(self, load_dir: str, checkpoint_engine: Any, strict: bool = True) -> None:
         # PipelineModule knows its stage's layers only, from a checkpoint of as many tensor ranks.
@@ -228,10 +228,6 @@ class VlmPipelineModule(PipelineModule):
         if len(files) == ranks.size:
             return opened(files[ranks.rank])
         return own_state(self.vlm, index, [opened(path) for path in files], ranks)
-
-    def _place(self, index: int) -> int:
-        # PipelineModule names a layer's file by its place in the stage, to which it adds _local_start again.
-        return index - int(self._local_start)
 
     def _announce(self, place: int, payload: Payload) -> None:
         if self.before_layer is not None:
@@ -303,7 +299,7 @@ class Joined(torch.autograd.Function):
         return None, *context.gradients
 
 
-class _Attach(torch.autograd.Function):
+class Attached(torch.autograd.Function):
     """Pass a tensor on unchanged, as if it depended on placeholders, whose gradients are zero."""
 
     # PipelineEngine._exec_backward_pass runs backward through every stage's output. Behind the last layer of a stage

@@ -217,10 +217,10 @@ def _disk_name(name: str, vlm: VisionLanguageModel) -> str:
 
 def _owned(engine: Any) -> Iterator[list[tuple[Tensor, list[OwnPart]]]]:
     """The optimizer's tensors of each parameter group, and the parts of weights that each holds."""
-    optimizer, basic, places = engine.optimizer, engine.basic_optimizer, engine.module.places()
+    optimizer, basic, names = engine.optimizer, engine.basic_optimizer, engine.module.disk_names()
     if optimizer is basic:
         for group in basic.param_groups:
-            named = [(parameter, places.get(parameter, (PLACEHOLDER,))[0]) for parameter in group["params"]]
+            named = [(parameter, names.get(parameter, (PLACEHOLDER,))[0]) for parameter in group["params"]]
             yield [(each, [OwnPart(name, each.numel(), 0, 0, each.numel())]) for each, name in named]
         return
     lists = optimizer.bf16_groups if hasattr(optimizer, "bf16_groups") else optimizer.bit16_groups
@@ -230,7 +230,7 @@ def _owned(engine: Any) -> Iterator[list[tuple[Tensor, list[OwnPart]]]]:
             mapping = parameter._hp_mapping  # None where other replicas update all of the parameter
             if mapping is not None:
                 own, place = mapping.lp_fragment_address, mapping.hp_fragment_address.start
-                name = places.get(parameter, (PLACEHOLDER,))[0]
+                name = names.get(parameter, (PLACEHOLDER,))[0]
                 parts.append(OwnPart(name, parameter.numel(), own.start, place, own.numel))
         yield [(group["params"][0], parts)]
 

@@ -146,7 +146,7 @@ class Bfloat16Sums(_OwnedSums):
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer, optimizer.bf16_groups_flat, optimizer.bf16_groups)
         self._ranks = [dist.get_rank(group) for group in optimizer.real_dp_process_group]  # this process's, by group
-        self._places = {
+        self._positions = {
             parameter: (group, index)
             for group, parameters in enumerate(optimizer.bf16_groups)
             for index, parameter in enumerate(parameters)
@@ -154,20 +154,20 @@ class Bfloat16Sums(_OwnedSums):
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         parameter.grad = gradient
-        self._optimizer._update_hp_grad(parameter, *self._places[parameter], clear_lp_grads=False)
+        self._optimizer._update_hp_grad(parameter, *self._positions[parameter], clear_lp_grads=False)
         parameter.grad = None  # or update_hp_grads, behind the next pass, would add it again
 
     def take(self, parameter: nn.Parameter) -> Tensor:
         if parameter.grad is not None:
             self.add(parameter, parameter.grad)
         # A view of the group's flat float32 buffer: what is summed into the row is in the buffer.
-        group, index = self._places[parameter]
+        group, index = self._positions[parameter]
         gradient: Tensor = self._optimizer.fp32_groups_gradients[group][index]
         return gradient.view(-1)
 
     def end_passes(self) -> None:
         # PipelineEngine has added these to the rows by now (update_hp_grads), and clears them before the next pass.
-        for parameter in self._places:
+        for parameter in self._positions:
             parameter.grad = None
 
     def take_over(self) -> None:
@@ -199,7 +199,7 @@ class Bfloat16Sums(_OwnedSums):
         device = self._optimizer.bf16_groups_flat[0].device
         is_first = bwc_tensor_model_parallel_rank(self._mpu) == 0
         owned = [torch.zeros(1, device=device)]  # a replica may own no part, and the norm needs a tensor
-        for parameter, (group, _) in self._places.items():
+        for parameter, (group, _) in self._positions.items():
             # A tied weight counts once, on the first of its stages; what all tensor ranks hold on the first of them.
             is_counted = is_first or getattr(parameter, COUNTED, False)
             if for_clipping or (is_counted and not getattr(parameter, PIPE_REPLICATED, False)):

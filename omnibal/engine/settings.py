@@ -87,7 +87,8 @@ class SettingChange(NamedTuple):
     value: Any
 
     def __str__(self) -> str:
-        return f"{self.key} {_shown(self.value)} (was {_shown(self.saved)})"
+        now, before = ("left out" if value is None else f"{value!r:.60}" for value in (self.value, self.saved))
+        return f"{self.key} {now} (was {before})"
 
 
 def rule_of(key: str) -> Rule:
@@ -125,10 +126,6 @@ def _leaves(value: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, An
             yield from _leaves(inner, f"{place}{key}.")
         else:
             yield f"{place}{key}", inner
-
-
-def _shown(value: Any) -> str:
-    return "left out" if value is None else f"{value!r:.60}"
 
 
 _SIMPLE: Final = (bool, int, float, str, list, tuple, type(None))

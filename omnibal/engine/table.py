@@ -22,7 +22,7 @@ from torch import Tensor
 from omnibal.engine.grid import count_stages_once, no_handshake
 from omnibal.engine.reduction import exchange_of, sums_of
 from omnibal.engine.spread import SpreadEncoder, states_on_all_ranks
-from omnibal.engine.transfers import DESCRIPTION, Links, Shape, describe, read_description, settle
+from omnibal.engine.transfers import DESCRIPTION, DtypeAndSize, Links, describe, read_description, settle
 from omnibal.pipeline.schedule import Instruction, Operation, Schedule
 from omnibal.ranks import WORK
 from omnibal.vlm.backward import WeightGradients, defer_linears
@@ -34,37 +34,29 @@ class RunEntry(deepspeed_schedule.PipeInstruction):
     """Run an entry of a schedule table, and the transfers that belong to it."""
 
 
-# What DeepSpeed's instructions say of the micro-batch that they are about is a buffer. In 1F1B it is the next one to
-# run forward, or backward, and behind a pass the one that has just run.
-_COMPUTING: Final = (
-    deepspeed_schedule.LoadMicroBatch,
-    deepspeed_schedule.ForwardPass,
-    deepspeed_schedule.BackwardPass,
-)
-_BEHIND_PASSES: Final = (deepspeed_schedule.SendActivation, deepspeed_schedule.SendGrad)
-_OF_FORWARDS: Final = (
-    deepspeed_schedule.LoadMicroBatch,
-    deepspeed_schedule.RecvActivation,
-    deepspeed_schedule.ForwardPass,
-    deepspeed_schedule.SendActivation,
-)
-_OF_PASSES: Final = (
-    *_OF_FORWARDS,
-    deepspeed_schedule.RecvGrad,
-    deepspeed_schedule.BackwardPass,
-    deepspeed_schedule.SendGrad,
-)
+# DeepSpeed's instructions about micro-batches: whether it is of a forward pass, comes behind a pass, waits for a peer.
+# What an instruction says of its micro-batch is a buffer. In 1F1B it is the next one to run forward, or backward, and
+# behind a pass the one that has just run.
+_NOTED: Final[dict[type, tuple[bool, bool, bool]]] = {
+    deepspeed_schedule.LoadMicroBatch: (True, False, False),
+    deepspeed_schedule.RecvActivation: (True, False, True),
+    deepspeed_schedule.ForwardPass: (True, False, False),
+    deepspeed_schedule.SendActivation: (True, True, True),
+    deepspeed_schedule.RecvGrad: (False, False, True),
+    deepspeed_schedule.BackwardPass: (False, False, False),
+    deepspeed_schedule.SendGrad: (False, True, True),
+}
 
 
 def _method(kind: type, name: str) -> Callable[..., None]:
     """An instruction that notes its kind for the watchdog and calls the engine's method of this name."""
-    is_forward, is_behind = kind in _OF_FORWARDS, kind in _BEHIND_PASSES
+    is_forward, is_behind, waits = _NOTED.get(kind, (False, False, True))
 
     def run(engine: Any, **arguments: Any) -> None:
         if kind is not RunEntry:  # which notes its own parts
             left = engine._forwards_left if is_forward else engine._backwards_left
-            number = engine.micro_batches - left - is_behind if kind in _OF_PASSES and WORK.step is not None else None
-            WORK.at(kind.__name__, number, waits=kind not in _COMPUTING)
+            number = engine.micro_batches - left - is_behind if kind in _NOTED and WORK.step is not None else None
+            WORK.at(kind.__name__, number, waits=waits)
         getattr(engine, name)(**arguments)
 
     return run
@@ -169,7 +161,7 @@ class TableEngine(PipelineEngine):
         self._losses: dict[int, Tensor] = {}
         self._counts_received: PackCounts | None = None
         # Micro-batches and shapes of sent outputs, whose gradients no receive is posted for yet.
-        self._awaited: deque[tuple[int, list[Shape]]] = deque()
+        self._awaited: deque[tuple[int, list[DtypeAndSize]]] = deque()
         self.links: Links | None = None
         if table is not None and self.table is not None:
             self._in_flight = table.in_flight[self.stage_id]

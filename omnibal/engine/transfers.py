@@ -22,13 +22,13 @@ from omnibal.ranks import gloo_group
 from omnibal.ranks.agreement import hosts_of, unreachable
 from omnibal.vlm.payload import PackCounts, counts_of, note_counts
 
-Shape = tuple[torch.dtype, tuple[int, ...]]
+DtypeAndSize = tuple[torch.dtype, tuple[int, ...]]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32)
 # A message of fixed size before the tensors of a pack, since a receiver must know the size of what it receives: JSON,
 # padded with spaces, of the dtype (an index of _DTYPES) and shape of each tensor, and of the pack's counts (null if
 # they are unknown or too long for the message). 8 KiB hold the counts of a pack of about 4000 samples.
-DESCRIPTION: Shape = (torch.uint8, (8192,))
+DESCRIPTION: DtypeAndSize = (torch.uint8, (8192,))
 
 
 class StageLink(NamedTuple):
@@ -102,7 +102,7 @@ class Receiver:
     def is_idle(self) -> bool:
         return self._coming is None
 
-    def expect(self, shapes: Iterable[Shape]) -> None:
+    def expect(self, shapes: Iterable[DtypeAndSize]) -> None:
         """Start to receive tensors into new memory: earlier tensors may still be in use."""
         self._coming = self._start(shapes, self._device)
 
@@ -118,7 +118,7 @@ class Receiver:
         note_counts(tensors, counts)
         return tensors
 
-    def _start(self, shapes: Iterable[Shape], device: torch.device) -> list[tuple[Any, Tensor]]:
+    def _start(self, shapes: Iterable[DtypeAndSize], device: torch.device) -> list[tuple[Any, Tensor]]:
         buffers = [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in shapes]
         return [
             (dist.irecv(buffer, self._peer, group=self._link.group(buffer)) if buffer.numel() else None, buffer)
@@ -222,7 +222,7 @@ def describe(tensors: Sequence[Tensor]) -> Tensor:
     return torch.frombuffer(bytearray(text.ljust(size)), dtype=dtype)
 
 
-def read_description(description: Tensor) -> tuple[list[Shape], PackCounts | None]:
+def read_description(description: Tensor) -> tuple[list[DtypeAndSize], PackCounts | None]:
     """The inverse of `describe`: dtypes and shapes of the tensors, and the counts."""
     shapes, counts = json.loads(bytes(description.tolist()))
     told = None if counts is None else PackCounts(counts[0], tuple(counts[1]), counts[2])

@@ -17,7 +17,7 @@ from omnibal.feeds.sources import is_indexed
 from omnibal.formats.measured import Found, Items, lengths_of, survey
 from omnibal.formats.rows import Problem
 from omnibal.packs.loading import Dataset, PlannedLoads
-from omnibal.ranks import check_same, gather, place, run_on_all_ranks
+from omnibal.ranks import check_same, gather, rank_and_size, run_on_all_ranks
 
 CHECKED_SAMPLES: Final = 16  # that each rank reads again before training, to check the stored lengths
 COLUMNS: Final = ("vision_units", "llm_tokens", "target_tokens", "video_units", "sound_units")  # as collators measure
@@ -81,7 +81,7 @@ def lengths_for(
 
 def measured(collator: Any, dataset: Dataset, num_workers: int = 0) -> SampleLengths:
     """Measure a dataset with all ranks, each of which reads a share of the samples in ``num_workers`` processes."""
-    rank, num_ranks = place()
+    rank, num_ranks = rank_and_size()
 
     def measure(samples: Items) -> Found:
         found: Found = []

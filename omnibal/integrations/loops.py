@@ -38,7 +38,7 @@ from omnibal.packs.losses import loss_per_target
 from omnibal.packs.padded import PaddedSampler
 from omnibal.packs.proof import check_packed
 from omnibal.packs.row_lengths import refuse_long_rows
-from omnibal.ranks import gather, place
+from omnibal.ranks import gather, rank_and_size
 
 if TYPE_CHECKING:  # hosts on torch 2.1 have it elsewhere
     from torch.distributed.device_mesh import DeviceMesh
@@ -193,7 +193,7 @@ def balanced_loader(
     if padded and model is not None:
         raise ConfigError("model must be None where batches are padded, got one; it is there to check packs")
     collator_of = _collator_of(collate, model, measure)
-    reads = {"saves": place()[0] == 0, "num_workers": options.get("num_workers", 0)}
+    reads = {"saves": rank_and_size()[0] == 0, "num_workers": options.get("num_workers", 0)}
     lengths = lengths_for(dataset, collator_of(), lengths, mixed=mixture is not None, **reads)
     limits.refuse_none(lengths)
     if model is not None:
@@ -257,7 +257,7 @@ def _collator_of(
 
 def _ranks_of(mesh: "DeviceMesh | None") -> tuple[int, int]:
     """This process's data-parallel rank, and how many there are."""
-    return place() if mesh is None else (mesh.get_local_rank(), mesh.size())
+    return rank_and_size() if mesh is None else (mesh.get_local_rank(), mesh.size())
 
 
 def replace_loader(
@@ -293,7 +293,7 @@ def replace_loader(
     asked = asked_steps(trainer, num_ranks, samples_per_step, limits)
     collator = _collator_of(trainer.data_collator, options.get("model"), options.get("measure", item_loads))()
     kept = options.pop("lengths", Path(args.output_dir) / LENGTHS)
-    reads = {"saves": place()[0] == 0, "num_workers": workers}
+    reads = {"saves": rank_and_size()[0] == 0, "num_workers": workers}
     lengths = lengths_for(trainer.train_dataset, collator, kept, mixed=mixture is not None, **reads)
     limits.refuse_none(lengths)
     size = fit_step(
@@ -314,7 +314,7 @@ def replace_loader(
         weigh_tokens=exact_loss,
         **{"num_workers": workers, "pin_memory": args.dataloader_pin_memory} | options,
     )
-    if place()[0] == 0:
+    if rank_and_size()[0] == 0:
         with reporting("the line about packs"):
             print(_described(trainer, loader.pack_sampler, size.limits, asked))
         print(_told_loss(trainer, num_ranks * size.micro_batches, exact_loss=exact_loss))

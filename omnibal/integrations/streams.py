@@ -21,7 +21,7 @@ from omnibal.packs.collator import Collator, PackCollator, arguments_of, positio
 from omnibal.packs.encoders import blank_samples
 from omnibal.packs.proof import check_packed, two_texts
 from omnibal.packs.row_lengths import refuse_long_rows
-from omnibal.ranks import gather, new_gloo_group, place
+from omnibal.ranks import gather, new_gloo_group, rank_and_size
 
 
 class PackedStream(StreamFeed):
@@ -43,7 +43,7 @@ class PackedStream(StreamFeed):
         made = [self._measured(held) for held in ([] if model is None else blank_samples(model))]
         self._blanks = {kinds_of(sample.loads): sample for sample in made}
         self.fills = not made
-        rank, num_ranks = place()
+        rank, num_ranks = rank_and_size()
         super().__init__(sources, settings, rank=rank, num_ranks=num_ranks)
 
     def read(self, item: Any) -> BufferedSample:

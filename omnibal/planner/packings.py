@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from omnibal.cluster import Cluster, Encoder, Layout, check_zero_stage, replicas_of
+from omnibal.cluster import Cluster, Encoder, Layout, check_zero_stage, num_replicas_on
 from omnibal.cost import CostModel, IntArray, Load
 from omnibal.data.epoch import Epoch, arrange_epoch
 from omnibal.data.lengths import SampleLengths
@@ -78,7 +78,7 @@ class PlanRequest:
         if self.encoder is not None:
             return self._unit_layouts(self.encoder, profile)
         num_devices, degree, num_layers = self.cluster.num_devices, profile.num_tensor, len(profile.layers)
-        replicas_of(self.num_stages or 1, num_devices, num_layers=num_layers, num_tensor=degree)
+        num_replicas_on(num_devices, self.num_stages or 1, num_layers=num_layers, num_tensor=degree)
         if self.cluster.devices_per_node % degree:
             raise ConfigError(
                 f"tensor_parallel must divide the {self.cluster.devices_per_node} devices of a node of {self.cluster}, "
@@ -107,7 +107,7 @@ class PlanRequest:
         own, border = encoder.num_stages, encoder_layers(profile.layers)
         num_devices, num_layers = self.cluster.num_devices, len(profile.layers)
         stages = own + 1 if self.num_stages is None else self.num_stages
-        replicas_of(stages, num_devices, num_layers=num_layers, encoder=encoder)
+        num_replicas_on(num_devices, stages, num_layers=num_layers, encoder=encoder)
         for name, count, most in (("encoder", own, border), ("language model", stages - own, num_layers - border)):
             if count > most:
                 raise ConfigError(f"stages of the {name} must be at most its {most} layers, got {count}")

@@ -50,7 +50,7 @@ class _Failure(NamedTuple):
     message: str
 
 
-def place() -> tuple[int, int]:
+def rank_and_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
@@ -64,7 +64,7 @@ def gather(value: T | Exception, *, where: str | None = None, group: dist.Proces
         where: The place of this rank in messages, such as ``"rank 3, stage 1"``; by default ``"rank 3"``.
         group: A gloo group, by default of all ranks; a thread needs one of its own (`new_gloo_group`).
     """
-    rank, num_ranks = place()[0], dist.get_world_size(group) if dist.is_initialized() else 1
+    rank, num_ranks = rank_and_size()[0], dist.get_world_size(group) if dist.is_initialized() else 1
     own: Any = value
     if isinstance(value, Exception):
         kind, message = OmnibalError, f"{type(value).__name__}: {value}"
@@ -178,7 +178,7 @@ def check_shared(folder: Path, *, name: str, where: str | None = None) -> None:
     while not (is_seen := token.exists()) and monotonic() - started <= LATEST_SIGHT_SECONDS:
         sleep(0.5)
     seen = gather((socket.gethostname(), is_seen))
-    if place()[0] == 0:
+    if rank_and_size()[0] == 0:
         token.unlink()
     blind = sorted({host for host, sees in seen if not sees})
     if blind:
@@ -247,7 +247,7 @@ class Meeting:
 
 class Host(NamedTuple):
     name: str
-    address: str
+    address: str  # at which gloo lets others reach the process
 
 
 @cache

@@ -236,58 +236,47 @@ def _answer(store: Store, rank: int) -> None:
         store.add(_COUNT, 1)
 
 
-class _Roll(Thread):
-    """Calls the roll; a thread, since nobody knows whether the store answers."""
+def _roll_in_words() -> str:
+    """Call the roll, and say who answers."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    there: list[int] = []
+    seen = dict[int, str]()  # what ranks that do not answer did last
 
-    there: list[int] | None = None  # None: the store has gone
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True, name="omnibal-calls-the-roll")
-        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        self.seen = dict[int, str]()  # of ranks that do not answer, what they did last
-
-    def run(self) -> None:
+    def call() -> None:
         with suppress(Exception):  # the store has ended with its process
             store = _own_store()
             store.set(ROLL, "")
-            _answer(store, self._rank)
-            self._wait(store)
-            there = [rank for rank in range(self._num_ranks) if store.check([_HERE.format(rank)])]
-            for rank in sorted({*range(self._num_ranks)} - {*there})[:MOST_NAMED]:
-                if store.check([BEAT.format(rank)]):
-                    _, note = json.loads(store.get(BEAT.format(rank)))
-                    self.seen[rank] = "" if note is None else f", last seen in {Note(*note).text()}"
-            self.there = there
+            _answer(store, rank)
+            # Wait for the answers, no longer than further ones come.
+            count, latest = 0, monotonic()
+            while count < num_ranks and monotonic() - latest < QUIET_SECONDS + 3 * _look_seconds(num_ranks):
+                before, count = count, store.add(_COUNT, 0)
+                latest = monotonic() if count > before else latest
+                sleep(LOOK_SECONDS / 5)
+            found = [other for other in range(num_ranks) if store.check([_HERE.format(other)])]
+            for lost in sorted({*range(num_ranks)} - {*found})[:MOST_NAMED]:
+                if store.check([BEAT.format(lost)]):
+                    _, note = json.loads(store.get(BEAT.format(lost)))
+                    if note is not None:
+                        seen[lost] = f", last seen in {Note(*note).text()}"
+            there[:] = found
 
-    def _wait(self, store: Store) -> None:
-        """Wait for the answers, no longer than further ones come."""
-        count, latest = 0, monotonic()
-        while monotonic() - latest < QUIET_SECONDS + 3 * _look_seconds(self._num_ranks):
-            before, count = count, store.add(_COUNT, 0)
-            if count >= self._num_ranks:
-                return
-            latest = monotonic() if count > before else latest
-            sleep(LOOK_SECONDS / 5)
-
-
-def _roll_in_words() -> str:
-    roll = _Roll()
-    roll.start()
-    roll.join(MOST_SECONDS)
+    caller = Thread(target=call, daemon=True, name="omnibal-calls-the-roll")  # nobody knows whether the store answers
+    caller.start()
+    caller.join(MOST_SECONDS)
     remedy = "last lines say why, or the kernel's log if memory did not suffice"
-    if roll.there is None:
+    if not there:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return "the launcher has ended, or its host is gone, and with it the store by which the ranks met"
         return f"rank 0, which keeps the store by which the ranks met, has ended: its {remedy}"
-    missing = sorted({*range(dist.get_world_size())} - {*roll.there})
+    missing = sorted({*range(num_ranks)} - {*there})
     if not missing:
         return "all ranks answer, so that the network between them has failed"
-    named = "; ".join(f"rank {rank}{roll.seen[rank]}" for rank in missing if roll.seen.get(rank))
-    was, does, its = "was" if len(roll.there) == 1 else "were", "does", "its"
-    if len(missing) > 1:
-        does, its = "do", "their"
+    named = "; ".join(f"rank {each}{seen[each]}" for each in missing if each in seen)
+    was = "was" if len(there) == 1 else "were"
+    does, its = ("does", "its") if len(missing) == 1 else ("do", "their")
     return (
-        f"{ranks_in_words(roll.there)} {was} there last, {ranks_in_words(missing)} {does} not answer"
+        f"{ranks_in_words(there)} {was} there last, {ranks_in_words(missing)} {does} not answer"
         f"{f' ({named})' if named else ''}: {its} {remedy}"
     )
 

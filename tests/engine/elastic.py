@@ -73,7 +73,7 @@ def _trained(engine, until):
 
 def _copies_of(engine):
     """Whole float32 copies of this stage's weights, where the optimizer has some."""
-    places = engine.module.places().items()
+    places = engine.module.disk_names().items()
     copies = {name: each.get_full_hp_param() for each, (name, _) in places if hasattr(each, "get_full_hp_param")}
     return _joined(engine, copies)
 

@@ -3,6 +3,7 @@
 from deepspeed.runtime.pipe import schedule
 
 from omnibal.engine.engine import OmnibalEngine
+from omnibal.engine.measured import held_tensors
 from omnibal.vlm.passes import StorageMeter, storage_bytes
 from tests.engine.cases import engine_of
 
@@ -19,7 +20,7 @@ def _measure(case):
 
     def metered(run):
         def metered_run(engine, **options):
-            before = storage_bytes(engine._held())
+            before = storage_bytes(held_tensors(engine))
             with StorageMeter() as meter:
                 run(engine, **options)
             peaks.append(before + meter.peak_bytes)
@@ -35,7 +36,7 @@ def _measure(case):
     return {
         "stage": engine.stage_id,
         "numbers": sum(parameter.numel() for parameter in engine.module.parameters()),
-        "held": storage_bytes(engine._held()),
+        "held": storage_bytes(held_tensors(engine)),
         "update_peaks": peaks,
         "peak": engine.measured_batch()[1].step[engine.stage_id],
     }

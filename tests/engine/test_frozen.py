@@ -1,12 +1,10 @@
 """Frozen modules, kinds of layers and single weights: wherever the cut falls, also around stages that train nothing."""
 
-from functools import partial
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from omnibal.engine.module import _attached
+from omnibal.engine.module import Attached
 from omnibal.vlm.payload import Payload
 from tests.engine.cases import changed, settings
 from tests.engine.launch import launch
@@ -33,7 +31,7 @@ def model(tmp_path_factory):
 def test_whatever_a_stage_sends_depends_on_its_placeholders():
     sent = Payload(torch.ones(2, 3), {}, {"trained": torch.ones(4, requires_grad=True), "frozen": torch.ones(5)})
     placeholders = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    attached = sent.with_floats(partial(_attached, placeholders=placeholders))
+    attached = sent.with_floats(lambda tensor: Attached.apply(tensor, *placeholders))
     floats = [attached.hidden, *attached.features.values()]
     torch.autograd.backward(floats, [torch.full_like(tensor, 7) for tensor in floats])
     assert [tensor.tolist() for tensor in floats] == [[[1] * 3] * 2, [1] * 4, [1] * 5]

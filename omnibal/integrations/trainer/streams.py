@@ -24,7 +24,7 @@ from omnibal.integrations.trainer.hooks import PacksCallback, add_recipe, check_
 from omnibal.integrations.trainer.settings import data_rank_of, data_seed, recompute_of, sharding_of
 from omnibal.packs.proof import two_texts
 from omnibal.profile.records import ModelProfile
-from omnibal.ranks import gather, place, run_on_all_ranks
+from omnibal.ranks import gather, rank_and_size, run_on_all_ranks
 from omnibal.vlm.weights import check_data, load_data
 
 STREAM: Final = "omnibal_stream_{rank}.pt"
@@ -151,7 +151,7 @@ class PlacedBatches(IterableDataset[Any]):
 
 def read_place(folder: Path) -> dict[str, Any]:
     """This rank's place in its stream, as a checkpoint has it; what one rank cannot read ends all."""
-    path, found_place = folder / STREAM.format(rank=place()[0]), {}
+    path, found_place = folder / STREAM.format(rank=rank_and_size()[0]), {}
     problem: ConfigError | None = None
     try:
         found_place = load_data(path)

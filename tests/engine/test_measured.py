@@ -18,7 +18,7 @@ from omnibal.data.epoch import arrange_epoch
 from omnibal.data.limits import PackLimits
 from omnibal.device import Device
 from omnibal.engine import engine as engine_file
-from omnibal.engine import stage_times
+from omnibal.engine import measured
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from omnibal.planner.packings import Packing, spread_steps
@@ -41,17 +41,17 @@ LIMITS, CUT = PackLimits(4, 48), 5
 def timed_runs(configs):
     """What this rank says of runs on a clock whose every mark is a second behind the one before."""
     seconds, said = itertools.count(), []
-    real = stage_times.mark, train_file.tqdm
+    real = measured.mark, train_file.tqdm
 
     class Bar(train_file.tqdm):
         def write(self, text):
             said.append(text)
 
-    stage_times.mark, train_file.tqdm = lambda device: float(next(seconds)), Bar
+    measured.mark, train_file.tqdm = lambda device: float(next(seconds)), Bar
     try:
         engines = [train(config, dataset=SmallDataset()) for config in configs]
     finally:
-        stage_times.mark, train_file.tqdm = real
+        measured.mark, train_file.tqdm = real
     return said, [engine.stage_times for engine in engines]
 
 
@@ -67,7 +67,7 @@ def run_without_measures(config):
         for name in ("calibrate", "peak_text", "plot_training", "run_table"):
             patch.setattr(train_file, name, fails)
         patch.setattr(engine_file.MonitorMaster, "write_events", fails)
-        patch.setattr(*((stage_times, "mark") if dist.get_rank() else (engine_file, "overhead_bytes")), fails)
+        patch.setattr(*((measured, "mark") if dist.get_rank() else (measured, "overhead_bytes")), fails)
         errors._warn_once.cache_clear()
         engine = train(config, dataset=SmallDataset())
     return engine.global_steps, told
@@ -120,7 +120,7 @@ def test_passes_of_stages_correct_the_costs_that_a_plan_is_made_with(tmp_path):
     (tmp_path / "no_folder").touch()
     untimed["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path / "no_folder"), "job_name": "a"}
     (said, left, first), (_, left_behind, second) = launch(
-        2, "tests.engine.test_stage_times:timed_and_untimed", configs, untimed
+        2, "tests.engine.test_measured:timed_and_untimed", configs, untimed
     )
     assert left == left_behind == [None] * len(configs)
     check_untimed(tmp_path / "untimed", first, second)
