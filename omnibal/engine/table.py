@@ -22,7 +22,7 @@ from torch import Tensor
 from omnibal.engine.grid import count_stages_once, no_handshake
 from omnibal.engine.reduction import exchange_of, sums_of
 from omnibal.engine.spread import SpreadEncoder, states_on_all_ranks
-from omnibal.engine.transfers import DESCRIPTION, DtypeAndSize, Links, describe, read_description, settle
+from omnibal.engine.transfers import DESCRIPTION, DtypeAndSize, StageLinks, describe, read_description, settle
 from omnibal.pipeline.schedule import Instruction, Operation, Schedule
 from omnibal.ranks import WORK
 from omnibal.vlm.backward import WeightGradients, defer_linears
@@ -162,14 +162,14 @@ class TableEngine(PipelineEngine):
         self._counts_received: PackCounts | None = None
         # Micro-batches and shapes of sent outputs, whose gradients no receive is posted for yet.
         self._awaited: deque[tuple[int, list[DtypeAndSize]]] = deque()
-        self.links: Links | None = None
+        self.links: StageLinks | None = None
         if table is not None and self.table is not None:
             self._in_flight = table.in_flight[self.stage_id]
             self._in_flight_before = _in_flight_before(table, self.stage_id)
             self._first_gradient_before = _behind_first_gradient(self.table.blocking[self.stage_id])
             for layer in self.module.forward_funcs:
                 defer_linears(layer, self.weight_gradients)
-            self.links = Links(layout, self.global_rank, self.device)
+            self.links = StageLinks(layout, self.global_rank, self.device)
             self.links.try_out()
 
     def _train_schedule(self) -> Any:
@@ -379,7 +379,7 @@ class TableEngine(PipelineEngine):
             receivers[micro_batch].expect(shapes)
 
     @property
-    def _table_links(self) -> Links:
+    def _table_links(self) -> StageLinks:
         assert self.links is not None, "entries are of a table"
         return self.links
 

@@ -140,14 +140,14 @@ class Fan(Generic[End]):
         return self.ends[micro_batch % len(self.ends)]
 
 
-class Links:
+class StageLinks:
     """The ends of this process's links to the stages before and behind it; all ranks create it together."""
 
     def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
         self._rank, self._device = rank, device
         self.activations_out, self.activations_in = Fan[Sender]([]), Fan[Receiver]([])
         self.gradients_out, self.gradients_in = Fan[Sender]([]), Fan[Receiver]([])
-        # Links below even stages, then below odd ones, and of either in rounds where replicas differ: no process is in
+        # StageLinks below even stages, then below odd ones, and of either in rounds where replicas differ: no process is in
         # two pairs of a round, as new_link demands.
         for kind in range(min(2, layout.num_stages - 1)):
             of_stages = [pairs_below(layout, stage) for stage in range(kind, layout.num_stages - 1, 2)]

@@ -43,7 +43,7 @@ def open_links(monkeypatch):
         network = Network(rank, splits=splits)
         monkeypatch.setattr(transfers, "dist", network)
         monkeypatch.setattr(transfers, "gloo_group", lambda world: "gloo")
-        return network, transfers.Links(Layout(STAGES, REPLICAS), rank, torch.device(device))
+        return network, transfers.StageLinks(Layout(STAGES, REPLICAS), rank, torch.device(device))
 
     return open_on
 
