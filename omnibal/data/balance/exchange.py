@@ -1,7 +1,7 @@
 """The exchange of a few samples between two packs: the one move that all balancing is made of.
 
-    1. What should move?              _aim:        half of what one pack has more than the other, within both limits
-    2. What could each pack give?     add_subsets: all subsets of a small pack; single samples and pairs of a large one
+    1. What should move?              _aim:         half of what one pack has more than the other, within both limits
+    2. What could each pack give?     _add_subsets: all subsets of a small pack; single samples and pairs of a large one
     3. Which two subsets fit best?    nearest, or least_over where only the limits matter
     4. May these steps change so?     stays_random (mixes.py), between packs of different steps
     5. Swap.
@@ -24,13 +24,12 @@ from omnibal.data.balance.mixes import stays_random
 from omnibal.data.balance.rules import Rules
 from omnibal.data.balance.tables import (
     AIM,
+    COST,
     COST_OVER_MEAN,
     COST_SUM,
     COUNT,
     DISTANCE,
     FIRST,
-    FURTHER_PACK,
-    FURTHER_SUM,
     GAIN_ROOM,
     GAIN_WIDTH,
     MASK,
@@ -43,7 +42,6 @@ from omnibal.data.balance.tables import (
     SLACK,
     TOKEN_ROOM,
     TOKEN_SUM,
-    VISION,
     VISION_OVER_MEAN,
     VISION_ROOM,
     VISION_SUM,
@@ -69,31 +67,19 @@ UNEVENNESS_BITS: Final = 12
 
 
 class Goal(NamedTuple):
-    """What a swap should move from the first pack to the second, and what it may."""
+    """What a swap should move from the first pack to the second, and what it may: as ``goals``, in 32 bits."""
 
     vision: Any
-    """Vision load whose move makes both alike."""
-    cost: Any
-    """Cost whose move makes both alike."""
     vision_room: Any
-    """Vision load that the first pack may gain."""
-    token_room: Any
-    """The same of tokens."""
     vision_width: Any
-    """``vision_room`` plus what the second pack may gain: unsigned, so that one comparison checks both."""
-    token_width: Any
-    """The same of tokens."""
+    """Unsigned, so that one comparison checks what both packs may gain."""
     vision_slack: Any
-    """How far from ``vision`` a swap may come at no loss."""
-
-
-class OverLimit(NamedTuple):
-    """How far two packs are over their limits; below 0 where there is room."""
-
-    vision: Any
-    tokens: Any
-    other_vision: Any
-    other_tokens: Any
+    cost: Any
+    token_room: Any
+    token_width: Any
+    """Unsigned, too."""
+    tokens_over: Any
+    other_tokens_over: Any
 
 
 @compiled_part
@@ -113,31 +99,20 @@ def exchange(
         round_index: Packs with too many samples to look at show other samples in every round.
         repairs: Whether the first pack is over a limit and must lose of it; otherwise both are levelled.
     """
-    samples, packs, subsets = tables.samples, tables.packs, tables.subsets
+    samples, packs, subsets, goals = tables.samples, tables.packs, tables.subsets, tables.goals
     step, other_step, small = pack // rules.step_packs, other // rules.step_packs, rules.effort.small_pack
-    plain = not repairs and vision_bias == 0
-    free_vision = min(tables.free[step, 0], tables.free[other_step, 0]) if plain else 0
-    over = OverLimit(
-        _within(-packs[pack, VISION_ROOM]), _within(-packs[pack, TOKEN_ROOM]),
-        _within(-packs[other, VISION_ROOM]), _within(-packs[other, TOKEN_ROOM]),
-    )  # fmt: skip
-    goal, distance = _aim(packs, pack, other, vision_bias, repairs, free_vision, over)
-    for encoder in range(len(tables.goals)):
-        distance += _aim_further(tables, rules, pack, other, encoder, plain, repairs)
-    if distance <= gain and not repairs:
-        return False
-    # Where both packs list all their subsets, to swap all other samples makes the same two packs with changed places.
-    # Within a step either will do: the first pack's last sample stays where it is, which halves the work. With a bias
-    # it stays, too: then less of a pack changes steps, which are more random (χ² 0.87 in place of 2.28 at the tightest
-    # limits of ALGORITHM.md and 512 ranks) and as even.
+    goal, distance = _aim(tables, rules, pack, other, vision_bias, repairs)
+    # To swap what is not kept makes the same two packs, so of small packs either will do: the first pack's last sample
+    # stays where it is, which halves the work. With a bias it stays, too: then less of a pack changes steps, which are
+    # more random (χ² 0.87 in place of 2.28 at the tightest limits of ALGORITHM.md and 512 ranks) and as even.
     kept = not repairs and (step == other_step or vision_bias != 0)
     kept = kept and max(packs[pack, COUNT], packs[other, COUNT]) <= small
     mine, num_mine = _list_subsets(samples, packs, pack, round_index, small, kept, subsets[0])
     theirs, num_theirs = _list_subsets(samples, packs, other, round_index + 1, small, False, subsets[1])
     if repairs:
-        given, taken = least_over(subsets, num_mine, num_theirs, goal, over, tables.goals)
+        given, taken = least_over(subsets, num_mine, num_theirs, goal, goals)
     else:
-        given, taken = nearest(subsets, num_mine, num_theirs, goal, np.int32(distance - gain), tables.goals)
+        given, taken = nearest(subsets, num_mine, num_theirs, goal, np.int32(distance - gain), goals)
     if given < 0:
         return False
     give, take = subsets[0, MASK, given], subsets[1, MASK, taken]
@@ -148,19 +123,14 @@ def exchange(
     if crosses and not stays_random(tables, rules.effort, step, other_step, mine, theirs, give, take, repairs):
         return False
     # Swap: the packs' sums, then both lists of samples, which are linked anew from their ends.
-    vision = subsets[1, VISION_SUM, taken] - subsets[0, VISION_SUM, given]
-    cost = subsets[1, COST_SUM, taken] - subsets[0, COST_SUM, given]
-    tokens = subsets[1, TOKEN_SUM, taken] - subsets[0, TOKEN_SUM, given]
     for row, sign in ((pack, 1), (other, -1)):
         packs[row, COUNT] += sign * change
-        packs[row, VISION_OVER_MEAN] += sign * vision
-        packs[row, COST_OVER_MEAN] += sign * cost
-        packs[row, VISION_ROOM] -= sign * vision
-        packs[row, TOKEN_ROOM] -= sign * tokens
-        for encoder in range(len(tables.goals)):
-            moved = subsets[1, FURTHER_SUM + encoder, taken] - subsets[0, FURTHER_SUM + encoder, given]
-            packs[row, FURTHER_PACK + 2 * encoder] += sign * moved
-            packs[row, FURTHER_PACK + 2 * encoder + 1] -= sign * moved
+        packs[row, COST_OVER_MEAN] += sign * (subsets[1, COST_SUM, taken] - subsets[0, COST_SUM, given])
+        packs[row, TOKEN_ROOM] -= sign * (subsets[1, TOKEN_SUM, taken] - subsets[0, TOKEN_SUM, given])
+        for encoder in range(len(goals)):
+            moved = sign * (subsets[1, VISION_SUM + encoder, taken] - subsets[0, VISION_SUM + encoder, given])
+            packs[row, VISION_OVER_MEAN + 2 * encoder] += moved
+            packs[row, VISION_ROOM + 2 * encoder] -= moved
     first, other_first = packs[pack, FIRST], packs[other, FIRST]
     packs[pack, FIRST] = packs[other, FIRST] = NOWHERE
     _relink(samples, packs, first, pack, other, subsets[0], mine, give)
@@ -170,53 +140,39 @@ def exchange(
 
 @compiled_part
 def _aim(
-    packs: Int64Array, pack: Integer, other: Integer, vision_bias: Integer, repairs: bool, free_vision: Integer,
-    over: OverLimit,
-) -> tuple[Goal, Integer]:  # fmt: skip
-    """What a swap should move, and how far from that it is to move nothing."""
+    tables: Tables, rules: Rules, pack: Integer, other: Integer, vision_bias: Integer, repairs: bool
+) -> tuple[Goal, Integer]:
+    """Write ``goals``: what a swap should move; return the goal, and how far from that it is to move nothing."""
+    packs, free, goals = tables.packs, tables.free, tables.goals
+    shared = 0 if repairs else 1  # where packs are levelled, either may take what the other one is over
+    plain = not repairs and vision_bias == 0
     # The best swap moves half the difference from one to the other.
-    vision = _within((packs[pack, VISION_OVER_MEAN] + vision_bias - packs[other, VISION_OVER_MEAN]) >> 1)
     cost = _within((packs[pack, COST_OVER_MEAN] - packs[other, COST_OVER_MEAN]) >> 1)
-    # A swap that misses half the difference by x leaves one of both packs x above their mean.
-    mean = packs[pack, VISION_OVER_MEAN] + packs[other, VISION_OVER_MEAN] + 1 >> 1
-    slack = _within(max(free_vision - mean, 0))
-    distance = max(abs(vision) - slack, 0) + abs(cost)
-    # What either pack may gain: what it has room for, and where packs are levelled what the other one is over.
-    shared = 0 if repairs else 1
-    room = (
-        max(-over.vision, 0) + shared * max(over.other_vision, 0),
-        max(-over.tokens, 0) + shared * max(over.other_tokens, 0),
-    )
-    other_room = (
-        max(-over.other_vision, 0) + shared * max(over.vision, 0),
-        max(-over.other_tokens, 0) + shared * max(over.tokens, 0),
-    )
+    distance = abs(cost)
+    for encoder in range(len(goals)):
+        mine, theirs = packs[pack, VISION_OVER_MEAN + 2 * encoder], packs[other, VISION_OVER_MEAN + 2 * encoder]
+        load = _within((mine + (0 if encoder else vision_bias) - theirs) >> 1)
+        # A swap that misses half the difference by x leaves one of both packs x above their mean.
+        least_free = min(free[pack // rules.step_packs, encoder], free[other // rules.step_packs, encoder])
+        slack = _within(max((least_free if plain else 0) - (mine + theirs + 1 >> 1), 0))
+        if encoder and not plain:
+            slack = 0
+        room_column = VISION_ROOM + 2 * encoder
+        over, other_over = _within(-packs[pack, room_column]), _within(-packs[other, room_column])
+        room = max(-over, 0) + shared * max(other_over, 0)
+        goals[encoder, AIM], goals[encoder, SLACK] = load, slack
+        goals[encoder, OVER], goals[encoder, OTHER_OVER] = over, other_over
+        goals[encoder, GAIN_ROOM] = room
+        goals[encoder, GAIN_WIDTH] = room + max(-other_over, 0) + shared * max(over, 0)
+        distance += max(abs(load) - slack, 0)
+    over, other_over = _within(-packs[pack, TOKEN_ROOM]), _within(-packs[other, TOKEN_ROOM])
+    room = max(-over, 0) + shared * max(other_over, 0)
     goal = Goal(
-        np.int32(vision), np.int32(cost), np.int32(room[0]), np.int32(room[1]),
-        np.uint32(room[0] + other_room[0]), np.uint32(room[1] + other_room[1]), np.int32(slack),
+        np.int32(goals[0, AIM]), np.int32(goals[0, GAIN_ROOM]), np.uint32(goals[0, GAIN_WIDTH]),
+        np.int32(goals[0, SLACK]), np.int32(cost), np.int32(room),
+        np.uint32(room + max(-other_over, 0) + shared * max(over, 0)), over, other_over,
     )  # fmt: skip
     return goal, distance
-
-
-@compiled_part
-def _aim_further(
-    tables: Tables, rules: Rules, pack: Integer, other: Integer, encoder: int, plain: bool, repairs: bool
-) -> Integer:
-    """Write what a swap should move of a further encoder's load, and return how far from that it is to move nothing."""
-    packs, free, goals = tables.packs, tables.free, tables.goals
-    over_mean = FURTHER_PACK + 2 * encoder
-    load = _within((packs[pack, over_mean] - packs[other, over_mean]) >> 1)
-    mean = packs[pack, over_mean] + packs[other, over_mean] + 1 >> 1
-    least_free = min(free[pack // rules.step_packs, 1 + encoder], free[other // rules.step_packs, 1 + encoder])
-    slack = _within(max(least_free - mean, 0)) if plain else 0
-    over, other_over = _within(-packs[pack, over_mean + 1]), _within(-packs[other, over_mean + 1])
-    shared = 0 if repairs else 1
-    room = max(-over, 0) + shared * max(other_over, 0)
-    goals[encoder, AIM], goals[encoder, SLACK] = load, slack
-    goals[encoder, OVER], goals[encoder, OTHER_OVER] = over, other_over
-    goals[encoder, GAIN_ROOM] = room
-    goals[encoder, GAIN_WIDTH] = room + max(-other_over, 0) + shared * max(over, 0)
-    return max(abs(load) - slack, 0)
 
 
 @compiled_part
@@ -258,8 +214,8 @@ def _add_subsets(samples: Int32Array, table: Int32Array, members: int, small: in
         # which becomes vector instructions and no branch. What the list of members still holds from another pack,
         # beyond this pack's members, is masked to weigh nothing.
         known = (1 << members) - 1
-        for row in range(VISION_SUM, len(table)):
-            column = row - VISION_SUM + VISION
+        for row in range(COST_SUM, len(table)):
+            column = row - COST_SUM + COST
             one = samples[table[MEMBER, 0], column] & -(known & 1)
             two = samples[table[MEMBER, 1], column] & -(known >> 1 & 1)
             four = samples[table[MEMBER, 2], column] & -(known >> 2 & 1)
@@ -277,8 +233,8 @@ def _add_subsets(samples: Int32Array, table: Int32Array, members: int, small: in
     number = 1 + members
     for member in range(members):
         table[MASK, 1 + member] = 1 << member
-        for load in range(len(table) - VISION_SUM):
-            table[VISION_SUM + load, 1 + member] = samples[table[MEMBER, member], VISION + load]
+        for load in range(len(table) - COST_SUM):
+            table[COST_SUM + load, 1 + member] = samples[table[MEMBER, member], COST + load]
     if small > 1:
         # Single member m is subset 1 + m: a pair is the sum of two of these.
         for apart in range(1, members):
@@ -304,38 +260,31 @@ def nearest(
     subsets: Int32Array, num_mine: int, num_theirs: int, goal: Goal, bound: Any, goals: Int64Array
 ) -> tuple[int, int]:
     """Find the subset of each pack whose swap moves what is nearest to the goal; −1 twice if none is within bound."""
-    best, given = bound, -1
+    best, given, taken = bound, -1, -1
     for subset in range(num_mine):
         least = FAR
-        if len(goals):
+        if len(goals) > 1:
             _list_distances(subsets, subset, num_theirs, goal, goals)
             for candidate in range(num_theirs):
                 least = min(least, subsets[0, DISTANCE, candidate])
-            if least < best:
-                best, given = least, subset
-            continue
-        # Only the least distance, not where it is, and nothing that branches: so compilers make vector instructions
-        # of this loop, eight candidates at a time. Which candidate it was is looked up once, at the end.
-        for candidate in range(_whole(num_theirs)):
-            least = min(least, _distance(subsets, subset, candidate, goal))
+        else:
+            # Only the least distance, not where it is, and nothing that branches: so compilers make vector instructions
+            # of this loop, eight candidates at a time. Which candidate it was is looked up once, at the end.
+            for candidate in range(_whole(num_theirs)):
+                least = min(least, _distance(subsets, subset, candidate, goal))
         if least < best:
             best, given = least, subset
-    taken = -1
     if given >= 0:
+        _list_distances(subsets, given, num_theirs, goal, goals)
         taken = 0
-        if len(goals):
-            _list_distances(subsets, given, num_theirs, goal, goals)
-            while subsets[0, DISTANCE, taken] != best:
-                taken += 1
-            return given, taken
-        while _distance(subsets, given, taken, goal) != best:
+        while subsets[0, DISTANCE, taken] != best:
             taken += 1
     return given, taken
 
 
 @compiled_part
 def _distance(subsets: Int32Array, subset: int, candidate: int, goal: Goal) -> Any:
-    """How far what a swap moves is from the goal; ``FAR`` where a pack has no room for it."""
+    """How far what a swap moves is from the goal, by cost and vision load; ``FAR`` if a pack has no room for it."""
     vision = np.int32(subsets[0, VISION_SUM, subset] - subsets[1, VISION_SUM, candidate])
     cost = np.int32(subsets[0, COST_SUM, subset] - subsets[1, COST_SUM, candidate])
     tokens = np.int32(subsets[0, TOKEN_SUM, subset] - subsets[1, TOKEN_SUM, candidate])
@@ -352,42 +301,35 @@ def _distance(subsets: Int32Array, subset: int, candidate: int, goal: Goal) -> A
 
 @compiled_part
 def _list_distances(subsets: Int32Array, subset: int, number: int, goal: Goal, goals: Int64Array) -> None:
-    """Write ``_distance`` of one subset to all candidates, the loads of further encoders included."""
-    distances = subsets[0, DISTANCE]
+    """List the distances of one subset to all candidates, the loads of all encoders included."""
     for candidate in range(number):
-        distances[candidate] = _distance(subsets, subset, candidate, goal)
-    for encoder in range(len(goals)):
-        row, mine = FURTHER_SUM + encoder, subsets[0, FURTHER_SUM + encoder, subset]
+        subsets[0, DISTANCE, candidate] = _distance(subsets, subset, candidate, goal)
+    for encoder in range(1, len(goals)):
+        row, mine = VISION_SUM + encoder, subsets[0, VISION_SUM + encoder, subset]
         aim, slack = np.int32(goals[encoder, AIM]), np.int32(goals[encoder, SLACK])
         room, width = np.int32(goals[encoder, GAIN_ROOM]), np.uint32(goals[encoder, GAIN_WIDTH])
         for candidate in range(number):
-            moved = np.int32(mine - subsets[1, row, candidate])
+            moved, far = np.int32(mine - subsets[1, row, candidate]), subsets[0, DISTANCE, candidate]
             away = max(np.int32(abs(np.int32(moved - aim)) - slack), np.int32(0))
-            fits = (np.uint32(np.int32(moved + room)) <= width) & (distances[candidate] != FAR)
-            distances[candidate] = np.int32(distances[candidate] + away) if fits else FAR
+            fits = (np.uint32(np.int32(moved + room)) <= width) & (far != FAR)
+            subsets[0, DISTANCE, candidate] = np.int32(far + away) if fits else FAR
 
 
 @compiled_part
-def least_over(
-    subsets: Int32Array, num_mine: int, num_theirs: int, goal: Goal, over: OverLimit, goals: Int64Array
-) -> tuple[int, int]:
+def least_over(subsets: Int32Array, num_mine: int, num_theirs: int, goal: Goal, goals: Int64Array) -> tuple[int, int]:
     """Find the swap after which packs are least over their limits, and of those the most even one; as ``nearest``."""
     best, given, taken = FAR, -1, -1
     for subset in range(num_mine):
-        if len(goals):
-            _list_distances(subsets, subset, num_theirs, goal, goals)
+        _list_distances(subsets, subset, num_theirs, goal, goals)
         for candidate in range(num_theirs):
-            far = subsets[0, DISTANCE, candidate] if len(goals) else _distance(subsets, subset, candidate, goal)
+            far = subsets[0, DISTANCE, candidate]
             if far < FAR:
-                vision = subsets[0, VISION_SUM, subset] - subsets[1, VISION_SUM, candidate]
+                # What both packs would be over all limits; evenness decides among swaps that leave the same.
                 tokens = subsets[0, TOKEN_SUM, subset] - subsets[1, TOKEN_SUM, candidate]
-                # What both packs would be over both limits; evenness decides among swaps that leave the same.
-                left = max(over.vision - vision, 0) + max(over.tokens - tokens, 0)
-                left += max(over.other_vision + vision, 0) + max(over.other_tokens + tokens, 0)
+                left = max(goal.tokens_over - tokens, 0) + max(goal.other_tokens_over + tokens, 0)
                 for encoder in range(len(goals)):
-                    moved = subsets[0, FURTHER_SUM + encoder, subset] - subsets[1, FURTHER_SUM + encoder, candidate]
-                    left += max(goals[encoder, OVER] - moved, 0)
-                    left += max(goals[encoder, OTHER_OVER] + moved, 0)
+                    moved = subsets[0, VISION_SUM + encoder, subset] - subsets[1, VISION_SUM + encoder, candidate]
+                    left += max(goals[encoder, OVER] - moved, 0) + max(goals[encoder, OTHER_OVER] + moved, 0)
                 far = np.int32((far >> UNEVENNESS_BITS) + left)
                 if far < best:
                     best, given, taken = far, subset, candidate

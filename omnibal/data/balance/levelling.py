@@ -12,16 +12,13 @@ from omnibal.data.balance.tables import (
     COST_OVER_MEAN,
     COUNT,
     FIRST,
-    FURTHER,
-    FURTHER_PACK,
-    MOST,
     NEXT,
     NOWHERE,
     TOKEN_ROOM,
+    TOLERATED,
     VISION,
     VISION_OVER_MEAN,
     VISION_ROOM,
-    WEIGHT,
     Int32Array,
     Int64Array,
     Integer,
@@ -87,30 +84,29 @@ def center(tables: Tables, rules: Rules, first: bool, last: bool) -> None:
         last: Set how much load is free. Until then it is levelled with other steps: that keeps packs within the
             limits, and takes steps that repairs have sorted back to the usual mix.
     """
+    num_encoders = tables.free.shape[1]
     packs = tables.packs.reshape(len(tables.free), rules.step_packs, tables.packs.shape[1])
     takes_part = (packs[..., COUNT] != 1) | (packs[..., TOKEN_ROOM] > 0)
     takes_part |= ~takes_part.any(axis=1, keepdims=True)
-    for column in ([VISION_OVER_MEAN] if first else []) + [COST_OVER_MEAN, *range(FURTHER_PACK, packs.shape[2], 2)]:
+    for column in (COST_OVER_MEAN, *(VISION_OVER_MEAN + 2 * encoder for encoder in range(not first, num_encoders))):
         total = (packs[..., column] * takes_part).sum(axis=1)
         packs[..., column] -= (total // takes_part.sum(axis=1))[:, None]
     # Ranks that run several packs wait for the largest in one of them only: nothing is free.
     if not last or rules.num_replicas != rules.step_packs:
         return
-    # A step's mean, from its first pack: limit − room = load = mean + over mean.
-    first_pack = packs[:, 0]
-    mean = rules.most_vision * rules.vision_weight - first_pack[:, VISION_ROOM] - first_pack[:, VISION_OVER_MEAN]
-    # What some pack must have anyway is free for all: whole units, and the largest sample. And where cost is more
-    # uneven than the limit lets vision loads be, all of them are.
-    unit, largest = rules.vision_weight, np.empty(len(packs), dtype=np.int64)
-    _find_largest(tables.samples, tables.packs, VISION, largest)
-    limit = first_pack[:, VISION_OVER_MEAN] + first_pack[:, VISION_ROOM]
-    costliest = (packs[..., COST_OVER_MEAN] * takes_part).max(axis=1)
-    tables.free[:, 0] = np.where(costliest > limit, limit, np.maximum(-(-mean // unit) * unit, largest) - mean)
-    for encoder, row in enumerate(rules.further):
-        over_mean = FURTHER_PACK + 2 * encoder
-        _find_largest(tables.samples, tables.packs, FURTHER + encoder, largest)
-        mean = row[MOST] * row[WEIGHT] - first_pack[:, over_mean + 1] - first_pack[:, over_mean]
-        tables.free[:, 1 + encoder] = largest - mean
+    largest, first_packs = np.empty(len(packs), dtype=np.int64), packs[:, 0]
+    for encoder, (weight, most, _) in enumerate(rules.encoders):
+        # A step's mean, from its first pack: limit − room = load = mean + over mean.
+        over, room = first_packs[:, VISION_OVER_MEAN + 2 * encoder], first_packs[:, VISION_ROOM + 2 * encoder]
+        mean = most * weight - room - over
+        # What some pack must have anyway is free for all: the largest sample, and whole vision units.
+        _find_largest(tables.samples, tables.packs, VISION + encoder, largest)
+        if encoder == 0:
+            largest = np.maximum(largest, -(-mean // weight) * weight)
+        tables.free[:, encoder] = largest - mean
+        if encoder == 0:  # where cost is more uneven than the limit lets vision loads be, all of them are
+            costliest = (packs[..., COST_OVER_MEAN] * takes_part).max(axis=1)
+            tables.free[:, 0] = np.where(costliest > over + room, over + room, tables.free[:, 0])
 
 
 @compiled
@@ -147,7 +143,7 @@ def level_parts(tables: Tables, rules: Rules, part_packs: int, rounds: int, heav
                 wrong += _wrong(tables, rules, order[place], turn) != 0
             column = COST_OVER_MEAN
             if wrong > 0 and not heaviest_alone:
-                column = FURTHER_PACK + 2 * (turn - 1) if turn else VISION_OVER_MEAN
+                column = VISION_OVER_MEAN + 2 * turn
             # By one load alone in each round.
             sort_packs(packs, order, tables.weights, number, column)
             tries = done = 0
@@ -173,7 +169,7 @@ def even_vision(tables: Tables, rules: Rules, group_packs: int, seed: Any) -> No
     Not all can be levelled with each other: 18 = 5 + 5 + 5 + 3 and 15 = 5 + 5 + 5 make no 16 and 17. One that finds no
     counterpart hands on what it has too many to a random pack, which has other samples.
     """
-    packs, order, tolerance = tables.packs, tables.order, rules.vision_tolerance
+    packs, order, tolerance = tables.packs, tables.order, rules.encoders[0, TOLERATED]
     for begin in range(0, len(packs), group_packs):
         number = min(group_packs, len(packs) - begin)
         for round_index in range(rules.effort.vision_rounds):
@@ -209,7 +205,7 @@ def even_vision(tables: Tables, rules: Rules, group_packs: int, seed: Any) -> No
 def repair(tables: Tables, rules: Rules, seed: np.uint64) -> int:
     """Let packs over a limit meet others of the window until none is left; return how many are."""
     number, tries = len(tables.packs), REPAIRS * len(tables.packs)
-    room_columns = [VISION_ROOM, TOKEN_ROOM, *range(FURTHER_PACK + 1, tables.packs.shape[1], 2)]
+    room_columns = [TOKEN_ROOM, *range(VISION_ROOM, tables.packs.shape[1], 2)]
     rooms = tables.packs[:, room_columns].T  # a copy
     for round_index in range(rules.effort.repair_rounds):
         if rooms.min(initial=0) >= 0 or tries == 0:
@@ -227,18 +223,18 @@ def repair_packs(tables: Tables, rules: Rules, roomy: Int64Array, seed: Any, rou
     """Let every pack over a limit meet roomy ones and random ones in turns; return how many more meetings there may be.
 
     Args:
-        roomy: Packs by their room for vision units, for tokens, and for each further encoder, most room first.
+        roomy: Packs by their room for tokens, and for each encoder, most room first.
     """
     packs, number = tables.packs, len(tables.packs)
     served = 0
     for pack in range(number):
         if not _is_over(packs, pack):
             continue
-        # Rows of ``roomy``: vision units, tokens, further encoders.
-        scarce = 0 if packs[pack, VISION_ROOM] < 0 else 1
-        if scarce and packs[pack, TOKEN_ROOM] >= 0:
+        # Rows of ``roomy``: tokens, vision units, further encoders.
+        scarce = 1 if packs[pack, VISION_ROOM] < 0 else 0
+        if not scarce and packs[pack, TOKEN_ROOM] >= 0:
             for encoder in range(1, tables.free.shape[1]):
-                if packs[pack, FURTHER_PACK + 2 * encoder - 1] < 0:
+                if packs[pack, VISION_ROOM + 2 * encoder] < 0:
                     scarce = 1 + encoder
         draws = seed + np.uint64(pack << 20)
         for look in range(min(LOOKS << max(round_index - 1, 0), 2 * number)):
@@ -258,31 +254,27 @@ def repair_packs(tables: Tables, rules: Rules, roomy: Int64Array, seed: Any, rou
 @compiled_part
 def _has_room(packs: Int64Array, pack: Integer, other: Integer) -> bool:
     """Tell whether another pack has room for some of what a pack holds too much."""
-    for column in range(FURTHER_PACK + 1, packs.shape[1], 2):
+    for column in range(VISION_ROOM, packs.shape[1], 2):
         if packs[pack, column] < 0 and packs[other, column] <= 0:
             return False
-    return bool(
-        (packs[pack, VISION_ROOM] >= 0 or packs[other, VISION_ROOM] > 0)
-        and (packs[pack, TOKEN_ROOM] >= 0 or packs[other, TOKEN_ROOM] > 0)
-    )
+    return bool(packs[pack, TOKEN_ROOM] >= 0 or packs[other, TOKEN_ROOM] > 0)
 
 
 @compiled_part
 def _is_over(packs: Int64Array, pack: Integer) -> bool:
     """Tell whether a pack exceeds a limit."""
-    for column in range(FURTHER_PACK + 1, packs.shape[1], 2):
+    for column in range(VISION_ROOM, packs.shape[1], 2):
         if packs[pack, column] < 0:
             return True
-    return bool(packs[pack, VISION_ROOM] < 0 or packs[pack, TOKEN_ROOM] < 0)
+    return bool(packs[pack, TOKEN_ROOM] < 0)
 
 
 @compiled_part
 def _wrong(tables: Tables, rules: Rules, pack: Integer, encoder: int) -> int:
     """1 where a pack has too much load of an encoder, −1 where it has too little for its step to be even."""
     # Where load is free, a pack may hold less at no loss, too: only what exceeds the free load is wrong.
-    column = FURTHER_PACK + 2 * (encoder - 1) if encoder else VISION_OVER_MEAN
-    tolerance = TOLERANCE if encoder else rules.vision_tolerance
-    over, free = tables.packs[pack, column], tables.free[pack // rules.step_packs, encoder]
+    over, tolerance = tables.packs[pack, VISION_OVER_MEAN + 2 * encoder], rules.encoders[encoder, TOLERATED]
+    free = tables.free[pack // rules.step_packs, encoder]
     if over > max(free, tolerance):
         return 1
     return -1 if over < -tolerance and free <= tolerance else 0
@@ -324,9 +316,9 @@ def sort_packs(packs: Int64Array, order: Int64Array, weights: Int64Array, number
     for place in range(number):
         pack = order[place]
         if column == ALL_LOADS:
-            weights[place] = packs[pack, VISION_OVER_MEAN] + packs[pack, COST_OVER_MEAN]
-            for further in range(FURTHER_PACK, packs.shape[1], 2):
-                weights[place] += packs[pack, further]
+            weights[place] = packs[pack, COST_OVER_MEAN]
+            for load in range(VISION_OVER_MEAN, packs.shape[1], 2):
+                weights[place] += packs[pack, load]
         else:
             weights[place] = packs[pack, column]
     # Insertion sort of every gap-th pack, then of nearer ones: gaps of 1, 4, 13, 40, …

@@ -9,7 +9,6 @@ from omnibal.data.balance.rules import Effort
 from omnibal.data.balance.tables import (
     CHANGE,
     COST,
-    FURTHER,
     MEMBER,
     MIX,
     PRECISION,
@@ -43,7 +42,7 @@ def count_mixes(samples: Int32Array, order: Int64Array, starts: Int64Array) -> t
     loads = samples.astype(np.float64)
     vision, cost, drawn = loads[:, VISION], loads[:, COST], slice(None, None, EVERY)
     per_unit = cost[drawn].sum() / max(vision[drawn].sum(), 1.0)
-    sizes = [vision + cost, cost - vision * per_unit, vision, *loads[:, FURTHER:].T]
+    sizes = [vision + cost, cost - vision * per_unit, *loads[:, VISION:].T]
     # Sizes are compared with thresholds here and never again: an exchange moves a sample's bits from the counts of one
     # step to those of another. The last bit is set in all samples: its column counts them.
     below = []

@@ -261,18 +261,12 @@ class Rules(NamedTuple):
     """Packs of a step that run at the same time."""
     group_steps: int
     """Consecutive steps that may exchange samples."""
-    most_vision: int
-    """Vision units that a pack may hold."""
     most_tokens: int
     """Tokens that a pack may hold."""
-    vision_weight: int
-    """Load of a vision unit."""
     token_weight: int
     """Load of a token."""
     costs: tuple[float, float, float, float]
     """Load of a vision unit, a token, a squared token and a squared vision unit in the cost."""
-    vision_tolerance: int
-    """Vision load by which packs may differ."""
     by_tokens: bool
     """Whether tokens, otherwise vision units, decide how many samples a step has room for: the driving load."""
     most_share: int
@@ -286,8 +280,8 @@ class Rules(NamedTuple):
     effort: Effort
     share_of: Int32Array
     """Driving load of each size."""
-    further: Int64Array = np.zeros((0, 2), dtype=np.int64)
-    """A row per further encoder: load of a unit, units that a pack may hold."""
+    encoders: Int64Array
+    """For each encoder: load of a unit, units that a pack may hold, load by which packs may differ."""
 
     def for_another_attempt(self) -> "Rules":
         """Rules for samples that did not fit: limits first, and more repairs than trials of a number of steps make."""
@@ -321,18 +315,16 @@ def make_rules(
     multiples = whole_vision and not demand.by_tokens
     # Packs that follow each other may differ by a vision unit, those of one micro-batch may not.
     tolerance = 3 / 4 if ranks.micro_batches == 1 else 7 / 8
-    # A mean pack's units of a further encoder weigh as much as its cost.
-    further = [
-        (max(min(int(PACK / max(per_pack * mean, 1e-9)), MOST_LOAD), 1), limits.most(name))
-        for name, mean in demand.mean_further.items()
-    ]
+    # Where tiles are few, less than one of them; of many patches 0.2 % of a pack, as of cost.
+    encoders = [(vision_weight, limits.vision_units, max(int(tolerance * vision_weight), VISION_PACKS * TOLERANCE))]
+    for name, mean in demand.mean_further.items():  # a mean pack's units weigh as much as its cost
+        weight = max(min(int(PACK / max(per_pack * mean, 1e-9)), MOST_LOAD), 1)
+        encoders.append((weight, limits.most(name), TOLERANCE))
     return Rules(
         step_packs=ranks.step_packs,
         num_replicas=ranks.num_replicas,
         group_steps=spec.exchange_steps,
-        most_vision=limits.vision_units,
         most_tokens=limits.llm_tokens,
-        vision_weight=vision_weight,
         # Tokens are never levelled, they only have to fit: those of a full pack weigh half of MOST_LOAD.
         token_weight=max(MOST_LOAD // 2 // limits.llm_tokens, 1),
         costs=(
@@ -341,8 +333,6 @@ def make_rules(
             cost.llm_tokens_squared / unit,
             cost.vision_squared / unit,
         ),
-        # Where tiles are few, less than one of them; of many patches 0.2 % of a pack, as of cost.
-        vision_tolerance=max(int(tolerance * vision_weight), VISION_PACKS * TOLERANCE),
         by_tokens=demand.by_tokens,
         most_share=limits.vision_units if multiples else FULL,
         share_unit=ranks.num_replicas if multiples else 1,
@@ -350,5 +340,5 @@ def make_rules(
         repair_first=False,
         effort=effort,
         share_of=np.arange(limits.vision_units + 1, dtype=np.int32) if multiples else demand.shares,
-        further=np.array(further, dtype=np.int64).reshape(-1, 2),
+        encoders=np.array(encoders, dtype=np.int64),
     )

@@ -17,22 +17,27 @@ FloatArray = npt.NDArray[np.float64]
 Integer = Any
 """An integer of Python or NumPy: compiled code makes no difference."""
 
+# Loads stand in one order everywhere: cost, tokens, and the load of each encoder. Encoder 0 is the ViT; others, such as
+# one of sound, stand behind it.
 # Columns of ``samples``. The samples of a pack are a linked list: NEXT is the next sample of the same pack. MIX has one
-# bit per threshold of ``mixes.py`` that the sample does not exceed, and one more that is always set. Then the loads;
-# from FURTHER on those of further encoders, such as sound beside a ViT.
-NEXT, MIX, VISION, COST, TOKENS, FURTHER = range(6)
+# bit per threshold of ``mixes.py`` that the sample does not exceed, and one more that is always set. Encoder e has the
+# column VISION + e.
+NEXT, MIX, COST, TOKENS, VISION = range(5)
 # Columns of ``packs``: first sample of the list, number of samples, loads above the mean of the step, and what is left
-# until the limits (below 0 where the pack is over a limit). Further encoder e has the columns FURTHER_PACK + 2e (load
-# above the mean) and FURTHER_PACK + 2e + 1 (what is left until its limit).
-FIRST, COUNT, VISION_OVER_MEAN, COST_OVER_MEAN, VISION_ROOM, TOKEN_ROOM, FURTHER_PACK = range(7)
+# until the limits (below 0 where the pack is over a limit). Encoder e has VISION_OVER_MEAN + 2e and VISION_ROOM + 2e.
+FIRST, COUNT, COST_OVER_MEAN, TOKEN_ROOM, VISION_OVER_MEAN, VISION_ROOM = range(6)
 # Rows of ``subsets``, for either pack of an exchange: distances of one subset to all others; the pack's samples; then
-# its subsets, as bit masks, and their loads, in the order of the columns of ``samples``.
-DISTANCE, MEMBER, MASK, VISION_SUM, COST_SUM, TOKEN_SUM, FURTHER_SUM = range(7)
+# its subsets, as bit masks, and their loads. Encoder e has the row VISION_SUM + e.
+DISTANCE, MEMBER, MASK, COST_SUM, TOKEN_SUM, VISION_SUM = range(6)
 # Rows of ``usual``: share of all samples that do not exceed each threshold; 1 / (p · (1 − p)), with p this share: one
 # over the variance that a single sample brings; and what an exchange changes in a row of ``mixes``.
 SHARE, PRECISION, CHANGE = range(3)
-# Columns of ``Rules.further`` and of ``goals``, a row per further encoder.
-WEIGHT, MOST = range(2)
+# Columns of ``Rules.encoders``, a row per encoder: load of a unit, units that a pack may hold, load by which packs may
+# differ.
+WEIGHT, MOST, TOLERATED = range(3)
+# Columns of ``goals``, a row per encoder: the load whose move from the first pack to the second makes both alike; what
+# the first may gain; that, and what the second may gain; how far from the first a swap may come at no loss; how far
+# either pack is over its limit (below 0 where there is room).
 AIM, GAIN_ROOM, GAIN_WIDTH, SLACK, OVER, OTHER_OVER = range(6)
 
 NOWHERE: Final = -1
@@ -62,22 +67,22 @@ class Tables(NamedTuple):
     subsets: Int32Array
     """Scratch, (2, rows, MOST_SUBSETS): the samples and subsets of two packs."""
     goals: Int64Array
-    """Scratch, (further encoders, 6): what ``Goal`` and ``OverLimit`` say of vision load."""
+    """Scratch, (encoders, 6): what a swap should do."""
 
     @classmethod
     def of(cls, samples: Int32Array, packs: Int64Array, mixes: FloatArray, usual: FloatArray) -> "Tables":
         """Tables with scratch space."""
-        num_further = samples.shape[1] - FURTHER
+        encoders = samples.shape[1] - VISION
         return cls(
             samples=samples,
             packs=packs,
             mixes=mixes,
             usual=usual,
-            free=np.zeros((len(mixes), 1 + num_further), dtype=np.int64),
+            free=np.zeros((len(mixes), encoders), dtype=np.int64),
             order=np.empty(len(packs), dtype=np.int64),
             weights=np.empty(len(packs), dtype=np.int64),
-            subsets=np.zeros((2, FURTHER_SUM + num_further, MOST_SUBSETS), dtype=np.int32),
-            goals=np.zeros((num_further, 6), dtype=np.int64),
+            subsets=np.zeros((2, VISION_SUM + encoders, MOST_SUBSETS), dtype=np.int32),
+            goals=np.zeros((encoders, 6), dtype=np.int64),
         )
 
 

@@ -13,8 +13,6 @@ from omnibal.data.balance.tables import (
     COST_OVER_MEAN,
     COUNT,
     FIRST,
-    FURTHER,
-    FURTHER_PACK,
     MOST,
     NEXT,
     NOWHERE,
@@ -65,7 +63,9 @@ def plan_window(
     if level_window(tables, rules, np.uint64(rng.integers(1 << 62))):
         return None
     order = _running_order(tables.packs, rules, rng)
-    return Packs(*_list_packs(tables.samples, tables.packs, chosen, order))
+    packed, ends = np.empty(len(chosen), dtype=np.int64), np.zeros(len(order) + 1, dtype=np.int64)
+    _list_packs(tables.samples, tables.packs, chosen, order, packed, ends)
+    return Packs(packed, ends)
 
 
 def _measure(chosen: Int64Array, spec: PackingSpec, rules: Rules) -> tuple[Int32Array, Int32Array]:
@@ -76,16 +76,15 @@ def _measure(chosen: Int64Array, spec: PackingSpec, rules: Rules) -> tuple[Int32
     cost = per_unit * vision + per_token * tokens + per_squared_token * tokens.astype(np.float64) * tokens
     if lengths.vision_squared is not None:
         cost += per_squared_unit * lengths.vision_squared[chosen]
-    # Rows side by side: an exchange reads all loads of a few samples.
-    samples = np.empty((len(chosen), FURTHER + len(rules.further)), dtype=np.int32)
-    # Loads are cut to MOST_LOAD: sums of subsets stay within 32 bits, whatever a cost model says.
+    # Rows side by side: an exchange reads all loads of a few samples. Loads are cut to MOST_LOAD: sums of subsets stay
+    # within 32 bits, whatever a cost model says.
+    samples = np.empty((len(chosen), VISION + len(rules.encoders)), dtype=np.int32)
     samples[:, NEXT] = NOWHERE
-    samples[:, VISION] = np.minimum(vision * rules.vision_weight, MOST_LOAD)
     samples[:, COST] = np.clip(cost, -MOST_LOAD, MOST_LOAD)
     samples[:, TOKENS] = np.minimum(tokens * rules.token_weight, MOST_LOAD)
-    for encoder, (units, row) in enumerate(zip(lengths.further_units().values(), rules.further, strict=True)):
-        loads = np.minimum(units[chosen].astype(np.int64), row[MOST]) * row[WEIGHT]
-        samples[:, FURTHER + encoder] = np.minimum(loads, MOST_LOAD)
+    further = (units[chosen].astype(np.int64) for units in lengths.further_units().values())
+    for encoder, (units, (weight, most, _)) in enumerate(zip((vision, *further), rules.encoders, strict=True)):
+        samples[:, VISION + encoder] = np.minimum(np.minimum(units, most) * weight, MOST_LOAD)
     return samples, rules.share_of[tokens if rules.by_tokens else vision]
 
 
@@ -95,8 +94,7 @@ def driving_loads(chosen: Int64Array, spec: PackingSpec, rules: Rules) -> Int32A
     return rules.share_of[tokens if rules.by_tokens else vision]
 
 
-@compiled
-def cut_steps(samples: Int32Array, shares: Int32Array, num_steps: int, rules: Rules) -> Any:
+def cut_steps(samples: Int32Array, shares: Int32Array, num_steps: int, rules: Rules) -> tuple[Int64Array, Int64Array]:
     """Cut a stream of samples into steps of an equal share of the driving load.
 
     Every step has a sample for every pack; only where the whole stream has too few does the last one lack some.
@@ -104,11 +102,17 @@ def cut_steps(samples: Int32Array, shares: Int32Array, num_steps: int, rules: Ru
     Returns:
         The samples in the order of steps, and where each step begins in it.
     """
-    number, starts = len(shares), np.zeros(num_steps + 1, dtype=np.int64)
-    order: Int64Array = np.arange(number)
-    total = done = np.int64(0)  # driving load of all samples, and of the steps so far
-    for sample in range(number):
-        total += shares[sample]
+    order, starts = np.arange(len(shares)), np.zeros(num_steps + 1, dtype=np.int64)
+    _cut_steps(samples, shares, int(shares.sum(dtype=np.int64)), order, starts, rules)
+    return order, starts
+
+
+@compiled
+def _cut_steps(
+    samples: Int32Array, shares: Int32Array, total: int, order: Int64Array, starts: Int64Array, rules: Rules
+) -> None:
+    number, num_steps = len(shares), len(starts) - 1
+    done = np.int64(0)  # driving load of the steps so far
     for step in range(num_steps):
         begin, left = starts[step], num_steps - step
         # The last step takes what is left, all others a sample for every pack at least.
@@ -127,17 +131,16 @@ def cut_steps(samples: Int32Array, shares: Int32Array, num_steps: int, rules: Ru
                 drawn, end = drawn + shares[order[end]], end + 1
             if rules.whole_vision:
                 # Vision load from here to the nearest multiple of the ranks; where vision drives, the share says it.
-                whole = rules.num_replicas * rules.vision_weight
+                whole = rules.num_replicas * rules.encoders[0, WEIGHT]
                 vision = np.int64(0)
                 for place in range(begin, end):
                     vision += samples[order[place], VISION]
                 odd: Any = whole // 2 - (vision + whole // 2) % whole
-                odd *= rules.share_unit == 1 and abs(odd) <= REACH * rules.vision_weight
+                odd *= rules.share_unit == 1 and abs(odd) <= REACH * rules.encoders[0, WEIGHT]
                 more, end = _trim(samples, shares, order, begin, end, most, due - drawn, odd, rules)
                 drawn += more
         done += drawn
         starts[step + 1] = end
-    return order, starts
 
 
 @compiled_part
@@ -188,28 +191,29 @@ def _deal(samples: Int32Array, order: Int64Array, starts: Int64Array, rules: Rul
     """Deal the samples of every step to its packs."""
     num_steps, number = len(starts) - 1, len(samples)
     # Packs hold sums of any number of samples, in 64 bits. Samples' loads have 32: a processor compares eight at once.
-    packs = np.zeros((num_steps * rules.step_packs, FURTHER_PACK + 2 * len(rules.further)), dtype=np.int64)
+    packs = np.zeros((num_steps * rules.step_packs, VISION_OVER_MEAN + 2 * len(rules.encoders)), dtype=np.int64)
     packs[:, FIRST] = NOWHERE
-    packs[:, VISION_ROOM] = rules.most_vision * rules.vision_weight
     packs[:, TOKEN_ROOM] = rules.most_tokens * rules.token_weight
-    packs[:, FURTHER_PACK + 1 :: 2] = rules.further[:, MOST] * rules.further[:, WEIGHT]
+    packs[:, VISION_ROOM::2] = rules.encoders[:, MOST] * rules.encoders[:, WEIGHT]
     tables = Tables.of(samples, packs, *count_mixes(samples, order, starts))
     # Step, size from large to small, place in one number each: no two are equal, so that every machine sorts alike.
-    step, size = np.repeat(np.arange(num_steps), np.diff(starts)), samples[order, VISION] + samples[order, COST]
-    size += samples[order, FURTHER:].sum(axis=1, dtype=np.int32)
+    step = np.repeat(np.arange(num_steps), np.diff(starts))
+    size = samples[order, COST] + samples[order, VISION:].sum(axis=1, dtype=np.int32)
     keys = (((step << SIZE_BITS) - size) << PLACE_BITS) + np.arange(number)
-    _deal_samples(tables, order[np.argsort(keys)], starts, rules.step_packs)
+    _deal_samples(samples, packs, order[np.argsort(keys)], starts, tables.order, tables.weights)
     return tables
 
 
 @compiled
-def _deal_samples(tables: Tables, by_size: Int64Array, starts: Int64Array, step_packs: int) -> None:
+def _deal_samples(
+    samples: Int32Array, packs: Int64Array, by_size: Int64Array, starts: Int64Array, order: Int64Array,
+    weights: Int64Array,
+) -> None:  # fmt: skip
     """Deal each step's samples in rounds, largest first: the largest of a round to the pack that holds least so far.
 
-    Args:
-        tables: Packs without samples; changed in place. Loads above the mean count from 0 until ``center``.
+    Packs have no samples before; their loads above the mean count from 0 until ``center``.
     """
-    samples, packs, order = tables.samples, tables.packs, tables.order
+    step_packs = len(packs) // max(len(starts) - 1, 1)
     for step in range(len(starts) - 1):
         begin = step * step_packs
         number, dealt = step_packs, 0  # packs of this round, and how many of them have got a sample
@@ -218,18 +222,16 @@ def _deal_samples(tables: Tables, by_size: Int64Array, starts: Int64Array, step_
         for place in range(starts[step], starts[step + 1]):
             if dealt == number:  # a new round: the lightest packs come first, and full ones get no company
                 number, dealt = open_packs(packs, begin, step_packs, order), 0
-                sort_packs(packs, order, tables.weights, number, ALL_LOADS)
+                sort_packs(packs, order, weights, number, ALL_LOADS)
             sample, pack = by_size[place], order[dealt]
             dealt += 1
             prepend(samples, packs, pack, sample)
             packs[pack, COUNT] += 1
-            packs[pack, VISION_OVER_MEAN] += samples[sample, VISION]
             packs[pack, COST_OVER_MEAN] += samples[sample, COST]
-            packs[pack, VISION_ROOM] -= samples[sample, VISION]
             packs[pack, TOKEN_ROOM] -= samples[sample, TOKENS]
-            for encoder in range(samples.shape[1] - FURTHER):
-                packs[pack, FURTHER_PACK + 2 * encoder] += samples[sample, FURTHER + encoder]
-                packs[pack, FURTHER_PACK + 2 * encoder + 1] -= samples[sample, FURTHER + encoder]
+            for encoder in range(samples.shape[1] - VISION):
+                packs[pack, VISION_OVER_MEAN + 2 * encoder] += samples[sample, VISION + encoder]
+                packs[pack, VISION_ROOM + 2 * encoder] -= samples[sample, VISION + encoder]
 
 
 def _running_order(packs: Int64Array, rules: Rules, rng: np.random.Generator) -> Int64Array:
@@ -250,9 +252,15 @@ def _running_order(packs: Int64Array, rules: Rules, rng: np.random.Generator) ->
 
 
 @compiled
-def _list_packs(samples: Int32Array, packs: Int64Array, chosen: Int64Array, order: Int64Array) -> Any:
-    """The two arrays of ``Packs``: the linked lists of samples one after another, and where each pack begins."""
-    packed, starts = np.empty(len(chosen), dtype=np.int64), np.zeros(len(order) + 1, dtype=np.int64)
+def _list_packs(
+    samples: Int32Array,
+    packs: Int64Array,
+    chosen: Int64Array,
+    order: Int64Array,
+    packed: Int64Array,
+    starts: Int64Array,
+) -> None:
+    """Write the two arrays of ``Packs``: linked lists of samples one after another, and where each pack begins."""
     end = 0
     for place in range(len(order)):
         sample = packs[order[place], FIRST]
@@ -261,4 +269,3 @@ def _list_packs(samples: Int32Array, packs: Int64Array, chosen: Int64Array, orde
             end += 1
             sample = samples[sample, NEXT]
         starts[place + 1] = end
-    return packed, starts

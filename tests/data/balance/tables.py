@@ -15,7 +15,6 @@ from omnibal.data.balance.tables import (
     NOWHERE,
     PRECISION,
     SHARE,
-    TOKEN_ROOM,
     TOKENS,
     VISION,
     VISION_OVER_MEAN,
@@ -28,20 +27,21 @@ LOADS = [VISION, COST, TOKENS]
 
 def make_rules(step_packs, *, limits=(1 << 20, 1 << 20), group_steps=1, tolerance=0, repair_first=False, **effort):
     return Rules(
-        step_packs=step_packs, num_replicas=step_packs, group_steps=group_steps, most_vision=limits[0],
-        most_tokens=limits[1], vision_weight=1, token_weight=1, costs=(0.0, 1.0, 0.0, 0.0),
-        vision_tolerance=tolerance, by_tokens=False, most_share=1 << 30, share_unit=1, whole_vision=False,
-        repair_first=repair_first, effort=Effort(**effort), share_of=np.zeros(1, dtype=np.int32),
+        step_packs=step_packs, num_replicas=step_packs, group_steps=group_steps, most_tokens=limits[1],
+        encoders=np.array([[1, limits[0], tolerance]]), token_weight=1, costs=(0.0, 1.0, 0.0, 0.0),
+        by_tokens=False, most_share=1 << 30, share_unit=1, whole_vision=False,
+        repair_first=repair_first, effort=Effort(**effort),
+        share_of=np.zeros(1, dtype=np.int32),
     )  # fmt: skip
 
 
 def make_window(loads, members, rules, *, targets=None, mixes=None):
     """Loads are (vision, cost, tokens) of samples; excesses are against ``targets``; mixes: bits of samples."""
-    samples = np.zeros((len(loads), TOKENS + 1), dtype=np.int32)
+    samples = np.zeros((len(loads), VISION + 1), dtype=np.int32)
     samples[:, NEXT] = NOWHERE
     samples[:, LOADS] = np.asarray(loads).reshape(-1, 3)
     samples[:, MIX] = 1 if mixes is None else mixes
-    packs = np.zeros((len(members), TOKEN_ROOM + 1), dtype=np.int64)
+    packs = np.zeros((len(members), VISION_ROOM + 1), dtype=np.int64)
     packs[:, FIRST] = NOWHERE
     for pack, chosen in enumerate(members):
         for sample in reversed(chosen):
@@ -73,7 +73,7 @@ def rows_of(window, rules, targets=None):
         vision, cost, tokens = window.samples[chosen][:, LOADS].sum(axis=0, dtype=np.int64)
         aim = (0, 0) if targets is None else targets[pack]
         rows.append(
-            (len(chosen), vision - aim[0], cost - aim[1], rules.most_vision - vision, rules.most_tokens - tokens)
+            (len(chosen), cost - aim[1], rules.most_tokens - tokens, vision - aim[0], rules.encoders[0, 1] - vision)
         )
     return np.array(rows, dtype=np.int64)
 

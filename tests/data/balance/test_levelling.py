@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnibal.data.balance.levelling import center, even_vision, level_parts, level_window, repair
-from omnibal.data.balance.tables import TOKEN_ROOM, VISION_ROOM
+from omnibal.data.balance.tables import COST_OVER_MEAN, TOKEN_ROOM, VISION_OVER_MEAN, VISION_ROOM
 from tests.data.balance.tables import check_window, make_rules, make_window, members_of
 
 PACK = 1 << 20
@@ -34,12 +34,12 @@ def test_the_heaviest_pack_meets_all_others():
     rules = make_rules(4)
     members = [list(range(pack, len(costs), 4)) for pack in range(4)]
     window = make_window([(0, cost, 0) for cost in costs], members, rules)
-    window.packs[:, 3] -= sum(costs) // 4
+    window.packs[:, COST_OVER_MEAN] -= sum(costs) // 4
     level_parts(window, rules, 4, 4, False)
-    before = window.packs[:, 3].max()
+    before = window.packs[:, COST_OVER_MEAN].max()
     level_parts(window, rules, 4, 4, True)
     check_window(window, rules, [(0, sum(costs) // 4)] * 4)
-    assert window.packs[:, 3].max() <= before
+    assert window.packs[:, COST_OVER_MEAN].max() <= before
 
 
 def test_the_next_heaviest_pack_meets_all_others_too():
@@ -102,8 +102,8 @@ def test_others_are_levelled_beside_a_sample_that_fills_its_pack():
     rules = make_rules(3, limits=(50, 100))
     window = make_window([(v, c << 10, t) for v, c, t in sizes], [[0], [1, 2], [3, 4]], rules, targets=[(0, 0)] * 3)
     center(window, rules, True, True)
-    assert window.packs[:, 2].tolist() == [20, 10, -10]
-    assert window.packs[:, 3].tolist() == [1200 << 10, 400 << 10, -400 << 10]
+    assert window.packs[:, VISION_OVER_MEAN].tolist() == [20, 10, -10]
+    assert window.packs[:, COST_OVER_MEAN].tolist() == [1200 << 10, 400 << 10, -400 << 10]
     assert window.free.tolist() == [[20]]
     level_parts(window, rules, 3, 4, False)
     assert sorted(map(sorted, members_of(window))) == [[0], [1], [2, 3, 4]]  # costs of 900 and 700, units of 30 and 30

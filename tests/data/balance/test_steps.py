@@ -6,14 +6,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from omnibal.data.balance.rules import FULL, PACK
-from omnibal.data.balance.tables import TOKENS, VISION
+from omnibal.data.balance.tables import VISION
 from omnibal.data.balance.window import cut_steps
 from tests.data.balance.tables import make_rules
 
 
 def steps_of(shares, num_steps, rules, *, vision=0):
     """Steps as lists of samples."""
-    samples = np.zeros((len(shares), TOKENS + 1), dtype=np.int32)
+    samples = np.zeros((len(shares), VISION + 1), dtype=np.int32)
     samples[:, VISION] = vision
     order, starts = cut_steps(samples, np.asarray(shares, dtype=np.int32), num_steps, rules)
     return [order[begin:end].tolist() for begin, end in itertools.pairwise(starts)]
@@ -50,8 +50,8 @@ def test_whole_shares_are_hit(tiles):
 def test_vision_units_are_whole_where_tokens_drive(tiles, whole, least, most):
     tokens = 256 * tiles + np.random.default_rng(3).integers(1, 500, len(tiles))
     shares = tokens * FULL // 5120
-    rules = make_rules(8)._replace(whole_vision=whole, vision_weight=3 * PACK // 15)
-    steps = steps_of(shares, 58, rules, vision=tiles * rules.vision_weight)
+    rules = make_rules(8)._replace(whole_vision=whole, encoders=np.array([[3 * PACK // 15, 15, 0]]))
+    steps = steps_of(shares, 58, rules, vision=tiles * rules.encoders[0, 0])
     assert least <= np.mean([int(tiles[step].sum()) % 8 == 0 for step in steps]) <= most
     assert max(abs(int(shares[step].sum()) - shares.sum() / 58) for step in steps) < shares.max()
 
