@@ -63,16 +63,8 @@ def iterative_sampling_and_filtering(
         if len(left) == 0:
             break
         generator.shuffle(left)
-        num_left, num_packs = _sample_and_filter(
-            left,
-            lengths.vision_units,
-            lengths.llm_tokens,
-            marks,
-            iteration == iterations - 1,
-            packed,
-            starts,
-            num_packs,
-        )
+        sizes, is_last = (lengths.vision_units, lengths.llm_tokens), iteration == iterations - 1
+        num_left, num_packs = _sample_and_filter(left, *sizes, marks, is_last, packed, starts, num_packs)
         left = left[:num_left]
     return Packs(packed, starts[: num_packs + 1].copy())
 
@@ -127,14 +119,13 @@ def _sample_and_filter(
 class ShuffledPacks:
     """Arranges epochs of ISF's packs, or under ``"random"`` of one round of ISF: shuffled, and dealt to the ranks.
 
-    Source: Yao et al., OmniBal, ICML 2025, section 4.1. Deviation from its published code: packs are shuffled, and none
-    is dropped.
+    Source: Yao et al., OmniBal, ICML 2025, section 4.1. Deviation from its published code, which gives each rank one
+    stretch of the packs in the order in which they were made, so that some ranks have all the full ones, and drops what
+    does not fill a step: packs are shuffled, and none is dropped.
     """
 
-    # An epoch has the steps that its packs fill, so epochs differ in their number of steps by a few, and the number is
-    # known once the packs are made: tenths of a second for a million samples. Empty packs fill the last step.
-    # The paper does not say how packs reach the ranks. Its code gives each rank one stretch of the packs in the order
-    # in which they were made, so that some ranks have all the full ones, and drops what does not fill a step.
+    # Epochs differ in their number of steps by a few. It is known once the packs are made: tenths of a second for a
+    # million samples. Empty packs fill the last step.
 
     def __init__(self, spec: PackingSpec, ranks: Ranks) -> None:
         self._spec, self._ranks = spec, ranks

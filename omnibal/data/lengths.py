@@ -61,13 +61,13 @@ class SampleLengths:
     (3, 1740, [1400])
     """
 
-    vision_units: Final[npt.NDArray[np.int32]]
-    llm_tokens: Final[npt.NDArray[np.int32]]
-    target_tokens: Final[npt.NDArray[np.int32] | None]
-    vision_squared: Final[npt.NDArray[np.int64] | None]
-    video_units: Final[npt.NDArray[np.int32] | None]
-    source: Final[npt.NDArray[np.int32] | None]
-    sound_units: Final[npt.NDArray[np.int32] | None]
+    vision_units: npt.NDArray[np.int32]
+    llm_tokens: npt.NDArray[np.int32]
+    target_tokens: npt.NDArray[np.int32] | None
+    vision_squared: npt.NDArray[np.int64] | None
+    video_units: npt.NDArray[np.int32] | None
+    source: npt.NDArray[np.int32] | None
+    sound_units: npt.NDArray[np.int32] | None
 
     def __init__(
         self,
@@ -83,16 +83,22 @@ class SampleLengths:
         unit_name: str | None = None,
     ) -> None:
         self._folder: Path | None = None
-        self.vision_units = _column("vision_units", vision_units)
-        self.llm_tokens = _column("llm_tokens", llm_tokens)
-        self.target_tokens = None if target_tokens is None else _column("target_tokens", target_tokens)
-        self.vision_squared = None if vision_squared is None else _column("vision_squared", vision_squared)
-        self.video_units = None if video_units is None else _column("video_units", video_units)
-        self.source = None if source is None else _column("source", source)
-        self.sound_units = None if sound_units is None else _column("sound_units", sound_units)
+        given = {
+            "vision_units": vision_units,
+            "llm_tokens": llm_tokens,
+            "target_tokens": target_tokens,
+            "vision_squared": vision_squared,
+            "video_units": video_units,
+            "source": source,
+            "sound_units": sound_units,
+        }
+        for name, values in given.items():
+            setattr(self, name, None if values is None else _column(name, values))
+        for name, column in self.columns().items():
+            if len(column) != len(self):
+                raise DataError(f"{name} must have one entry per sample ({len(self)}), got {len(column)}")
         self._unit_name = unit_name
         self._names = None if source_names is None else _checked_names(source_names, self.source)
-        _check_equal_lengths(self.columns())
         if self.video_units is not None and (self.video_units > self.vision_units).any():
             worst = int(np.argmax(self.video_units > self.vision_units))
             raise DataError(
@@ -104,7 +110,7 @@ class SampleLengths:
         return len(self.vision_units)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """Pickled, what lies in a folder is opened there again: columns would be copied for every process."""
+        """Pickle a folder's name in place of its columns, which would be copied for every process."""
         if self._folder is None:
             return super().__reduce__()
         return _reopen, (self._folder, self.content_hash)
@@ -273,13 +279,6 @@ def _column(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
     return read_only(np.ascontiguousarray(array, dtype=dtype))
 
 
-def _check_equal_lengths(columns: dict[str, IntArray]) -> None:
-    expected = len(columns["vision_units"])
-    for name, column in columns.items():
-        if len(column) != expected:
-            raise DataError(f"{name} must have one entry per sample ({expected}), got {len(column)}")
-
-
 def _read_token_lengths(path: Path) -> tuple[list[int], list[int]]:
     """Tiles and tokens of every entry of a JSON list of ``{"vit_num": tiles, "token_num": tokens}``."""
     try:
@@ -289,12 +288,9 @@ def _read_token_lengths(path: Path) -> tuple[list[int], list[int]]:
     if not isinstance(entries, list):
         raise DataError(f"{path} must hold a JSON list, got {type(entries).__name__}")
     for number, entry in enumerate(entries):
-        if not isinstance(entry, dict) or not _is_count(entry.get("vit_num")) or not _is_count(entry.get("token_num")):
+        counts = [entry.get("vit_num"), entry.get("token_num")] if isinstance(entry, dict) else [None]
+        if not all(type(count) is int and 0 <= count <= MOST_COUNT for count in counts):
             raise DataError(
                 f"{path}, entry {number}: vit_num and token_num must be integers from 0 to {MOST_COUNT}, got {entry!r}"
             )
     return [entry["vit_num"] for entry in entries], [entry["token_num"] for entry in entries]
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_COUNT

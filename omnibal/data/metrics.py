@@ -99,11 +99,11 @@ def min_packs(lengths: SampleLengths, limits: PackLimits) -> int:
 
     The dimensions are vision units, LLM tokens, and units of a further encoder that the limits bound.
 
-    In each dimension every sample gets a weight such that no pack can weigh more than 1; then the weights' sum
-    is a bound. Weights: the share of the limit it takes (the volume bound); the same with samples over half the limit
-    counted as a whole pack where no sample above a threshold fits beside them (two of them never share a pack:
-    Martello and Toth's L2); and rounded shares ⌊(k+1)x⌋/k for k = 1 … 32, which see that a limit of 12 holds two
-    samples of 5 and no third of 3 (Fekete and Schepers). A sample over a limit takes a pack of its own.
+    In each dimension every sample gets a weight such that no pack can weigh more than 1; then the sum of weights is a
+    bound. Weights: the share of the limit that a sample takes (the volume bound); the same, with samples over half the
+    limit counted as a whole pack if nothing above a threshold fits beside them (Martello and Toth's L2); and rounded
+    shares ⌊(k+1)x⌋/k for k = 1 … 32, which see that a limit of 12 holds two samples of 5 and no third of 3 (Fekete and
+    Schepers). A sample over a limit takes a pack of its own.
 
     Complexity: one pass over the samples, then O(limits). Sources: Martello and Toth, Lower bounds and reduction
     procedures for the bin packing problem, 1990; Fekete and Schepers, New classes of fast lower bounds for bin
@@ -144,7 +144,7 @@ def load_histograms(lengths: SampleLengths, limits: PackLimits) -> tuple[int, li
 
 def histogram_volume(counts: IntArray) -> int:
     """Bins of size ``len(counts) − 1`` that ``counts[i]`` items of size ``i`` fill if they may be cut."""
-    return _weighed(counts, np.arange(len(counts), dtype=np.int64), max(len(counts) - 1, 1))
+    return -(-int(counts @ np.arange(len(counts), dtype=np.int64)) // max(len(counts) - 1, 1))
 
 
 def histogram_bound(counts: IntArray) -> int:
@@ -152,7 +152,7 @@ def histogram_bound(counts: IntArray) -> int:
     limit = len(counts) - 1
     if limit == 0:
         return 0
-    rounded = (_weighed(counts, rounded_shares(limit, k), k * limit) for k in range(1, MOST_ROUNDINGS + 1))
+    rounded = (-(-int(counts @ rounded_shares(limit, k)) // (k * limit)) for k in range(1, MOST_ROUNDINGS + 1))
     return max(histogram_volume(counts), _martello_toth(counts), *rounded)
 
 
@@ -167,11 +167,6 @@ def rounded_shares(limit: int, k: int) -> npt.NDArray[np.int64]:
     sizes = np.arange(limit + 1, dtype=np.int64)
     whole, rest = np.divmod((k + 1) * sizes, limit)
     return np.where(rest == 0, k * sizes, whole * limit)
-
-
-def _weighed(counts: IntArray, weights: IntArray, capacity: int) -> int:
-    """Bins of ``capacity`` that hold everything by weight alone."""
-    return -(-int(counts @ weights) // capacity)
 
 
 def _martello_toth(counts: IntArray) -> int:

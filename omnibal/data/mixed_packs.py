@@ -74,7 +74,6 @@ class DrawSchedule:
         mixture: Mixture,
         draws: SourceDraws,
         rates: PackRates,
-        *,
         step_packs: int,
         margins: FloatArray,
         origin: Origin | None = None,
@@ -109,7 +108,8 @@ class DrawSchedule:
 
     def num_draws(self, span: Span) -> float:
         """Draws of a stretch, about."""
-        return span.steps * self.samples_per_step(span, span.steps * self._roughly(span))
+        roughly = self.samples_per_step(span, BLOCK)  # as if chance made little of them
+        return span.steps * self.samples_per_step(span, span.steps * roughly)
 
     def _cut_stretch(self, span: Span) -> tuple[Int64Array, Int64Array]:
         """The edges of a stretch's blocks, (blocks + 1,), and what each source gives up to each, (blocks + 1, sources).
@@ -139,21 +139,17 @@ class DrawSchedule:
         number = epoch - self._origin.epoch
         while len(self._units) <= number:
             newest = self._origin.epoch + len(self._units) - 1
-            given = self._given(newest)
+            given: Int64Array = np.sum([self.blocks(span)[1][-1] for span in self.epoch(newest)], axis=0)
             if self.first_step(newest) >= self._knots[-1]:
                 behind: Int64Array = self._units[-1] + (number + 1 - len(self._units)) * given
                 return behind
             self._units.append(self._units[-1] + given)
         return self._units[number]
 
-    def _given(self, epoch: int) -> Int64Array:
-        given: Int64Array = np.sum([self.blocks(span)[1][-1] for span in self.epoch(epoch)], axis=0)
-        return given
-
     def _parts(self, first: int, last: int) -> list[Span]:
         """Stretches of steps between which there is no knot."""
         steps = last - first
-        draws = steps * self._roughly(Span(first, last))
+        draws = steps * self.samples_per_step(Span(first, last), BLOCK)
         parts = -(-draws // BLOCK)
         if not np.allclose(*self._draws.shares_at([first, last])):
             behind = bisect_right(self._knots, first)
@@ -162,10 +158,6 @@ class DrawSchedule:
         parts = int(min(parts, steps))
         borders = [first + part * steps // parts for part in range(parts + 1)]
         return [Span(*borders[part : part + 2]) for part in range(parts)]
-
-    def _roughly(self, span: Span) -> float:
-        """Samples per step, as if chance made little of them."""
-        return self.samples_per_step(span, BLOCK)
 
     def samples_per_step(self, span: Span, num_draws: float) -> float:
         """Samples per step of a stretch that has about so many draws in all."""
@@ -204,10 +196,13 @@ class MixedPacks:
         self._spec, self._ranks, self._mixture = spec, ranks, spec.mixture
         self._draws = SourceDraws(spec.lengths, spec.mixture, seed=spec.seed, samples=spec.samples)
         self._rates = PackRates(spec.lengths, spec.limits, self._draws)
-        self._stretch = lru_cache(STRETCHES_KEPT)(self._draw_stretch)
+        self._stretch = lru_cache(STRETCHES_KEPT)(
+            lambda epoch, span: self._make_stretch(self.schedule, span, self.schedule.cursors(epoch, span))
+        )
         self.window_starts = lru_cache(STRETCHES_KEPT)(self._window_starts)
         self._repair_first = False
-        self.schedule = self._draw_schedule(self._margins(), origin)
+        margins = self._margins()
+        self.schedule = DrawSchedule(spec.mixture, self._draws, self._rates, ranks.step_packs, margins, origin)
 
     def _window_starts(self, epoch: int) -> IntArray:
         """First step of every window of an epoch, and the number of steps behind them."""
@@ -237,24 +232,15 @@ class MixedPacks:
         given = zip(self._spec.lengths.source_names, self._draws.units_of(packs.samples).tolist(), strict=True)
         return self._mixture.shares_of_step(self.schedule.first_step(epoch) + step, dict(given))
 
-    def _draw_schedule(self, margins: FloatArray, origin: Origin | None = None) -> DrawSchedule:
-        return DrawSchedule(
-            self._mixture,
-            self._draws,
-            self._rates,
-            step_packs=self._ranks.step_packs,
-            margins=margins,
-            origin=origin,
-        )
-
     def _margins(self) -> FloatArray:
         """Find how many packs more the samples need than they ask for, at the first step and at each knot."""
-        steps = [0, *(knot.step for knot in self._mixture.schedule)]
+        mixture, step_packs = self._mixture, self._ranks.step_packs
+        steps = [0, *(knot.step for knot in mixture.schedule)]
         margins = np.zeros(len(steps))
         for number, step in enumerate(steps):
             for margin in MARGINS:
                 margins[number] = margin
-                schedule = self._draw_schedule(margins)
+                schedule = DrawSchedule(mixture, self._draws, self._rates, step_packs, margins)
                 # Samples that hardly fit may do so by luck: then those behind them must, too.
                 if self._fits(schedule, step, 0) and (
                     not (margin or self._repair_first) or self._fits(schedule, step, 1)
@@ -282,9 +268,6 @@ class MixedPacks:
                 self._repair_first = attempt > 0
                 return True
         return False
-
-    def _draw_stretch(self, epoch: int, span: Span) -> Stretch:
-        return self._make_stretch(self.schedule, span, self.schedule.cursors(epoch, span))
 
     def _make_stretch(self, schedule: DrawSchedule, span: Span, cursors: Int64Array) -> Stretch:
         """Draw what cursors say, shape (blocks + 1, sources), and find how to plan it."""

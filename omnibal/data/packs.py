@@ -165,13 +165,9 @@ def random_padded_steps(
     order = np.random.default_rng(seed).permutation(len(lengths))[: count * step_samples]
     samples = order.reshape(count, num_replicas, micro_batches, batch_size)
     longest = lengths.llm_tokens[samples].max(axis=-1).astype(np.float64)
-    squared = None if lengths.vision_squared is None else lengths.vision_squared[samples].sum(axis=-1)
-    return Load(
-        lengths.vision_units[samples].sum(axis=-1),
-        batch_size * longest,
-        batch_size * longest**2,
-        0 if squared is None else squared,
-    )
+    squared = 0 if lengths.vision_squared is None else lengths.vision_squared[samples].sum(axis=-1)
+    vision = lengths.vision_units[samples].sum(axis=-1)
+    return Load(vision, batch_size * longest, batch_size * longest**2, squared)
 
 
 def _integers(name: str, values: npt.ArrayLike) -> IntArray:

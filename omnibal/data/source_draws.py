@@ -1,6 +1,5 @@
 """Samples that the sources of a mixture give, one after another without end, and the packs that these ask for."""
 
-from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -32,17 +31,34 @@ class SourceDraws:
     def __init__(self, lengths: SampleLengths, mixture: Mixture, *, seed: int, samples: IntArray | None = None) -> None:
         if lengths.source is None:
             raise DataError("lengths must have a source for every sample under a mixture, got none; name source")
-        self._source = lengths.source
-        self._order, self._starts = _by_source(lengths.source, len(lengths.source_names), samples)
-        mixture.check_sources(lengths.source_names)
+        self._source, names = lengths.source, lengths.source_names
+        # Samples in the order of their sources (None if they are), and where each source begins and the last one ends.
+        source = self._source if samples is None else self._source[samples]
+        self._order: Int64Array | None = None
+        if samples is not None or (source[1:] < source[:-1]).any():
+            order = np.argsort(source, kind="stable")
+            source = source[order]
+            self._order = order if samples is None else samples[order].astype(np.int64)
+        self._starts: Int64Array = np.searchsorted(source, np.arange(len(names) + 1))
+        mixture.check_sources(names)
         self._mixture, self._seed = mixture, seed
-        self._columns = [mixture.sources.index(name) for name in lengths.source_names]
-        self._tokens = _tokens(lengths, mixture)
+        self._columns = [mixture.sources.index(name) for name in names]
+        self._tokens: IntArray | None = None if mixture.by == "samples" else getattr(lengths, mixture.by)
+        if self._tokens is None and mixture.by != "samples":
+            raise DataError(f"lengths must have {mixture.by} for a mixture by {mixture.by}, got none")
         self.sizes: Int64Array = np.diff(self._starts)  # samples of each source
         self._decks = self.sizes * np.where(self.sizes < SMALL, DECK // np.maximum(self.sizes, 1), 1)
         self._sums: dict[tuple[int, int], FloatArray] = {}
-        self.means = self._mean_units()  # what a sample of each source counts for: 1, or its tokens
-        self._check_shares(lengths.source_names)
+        # What a sample of each source counts for: 1, or its tokens.
+        self.means = np.ones(len(self.sizes))
+        if self._tokens is not None:
+            sums = [self._tokens[self.members(source)].sum(dtype=np.int64) for source in range(len(self.sizes))]
+            self.means = np.array(sums) / np.maximum(self.sizes, 1)
+        for source in np.flatnonzero(self.ever_drawn & ((self.sizes == 0) | (self.means == 0))).tolist():
+            wants = "samples" if self.sizes[source] == 0 else mixture.by
+            raise DataError(
+                f"sources of a mixture must have {wants}, got none in {names[source]!r}; give it the share 0"
+            )
 
     @property
     def num_samples(self) -> int:
@@ -132,20 +148,6 @@ class SourceDraws:
             self._sums[source, deck] = np.cumsum(tokens, dtype=np.int64) - tokens / 2
         return self._sums[source, deck]
 
-    def _mean_units(self) -> FloatArray:
-        if self._tokens is None:
-            return np.ones(len(self.sizes))
-        sums = [int(self._tokens[self.members(source)].sum(dtype=np.int64)) for source in range(len(self.sizes))]
-        return np.array(sums) / np.maximum(self.sizes, 1)
-
-    def _check_shares(self, names: Sequence[str]) -> None:
-        """Refuse a share of a source that has nothing to give."""
-        for source in np.flatnonzero(self.ever_drawn & ((self.sizes == 0) | (self.means == 0))).tolist():
-            wants = "samples" if self.sizes[source] == 0 else self._mixture.by
-            raise DataError(
-                f"sources of a mixture must have {wants}, got none in {names[source]!r}; give it the share 0"
-            )
-
 
 class SourceRates(NamedTuple):
     """What a sample of each source asks of packs by one load, weighed in several ways, shape (sources, ways)."""
@@ -232,23 +234,3 @@ def typical_lengths(lengths: SampleLengths, mixture: Mixture | None) -> SampleLe
     among = np.concatenate([every[draws.members(source)] for source in possible])
     largest = [among[np.argmax(load[among])] for load in (lengths.vision_units, lengths.llm_tokens)]
     return lengths.take(np.concatenate([*drawn, largest]))
-
-
-def _by_source(source: IntArray, number: int, samples: IntArray | None) -> tuple[Int64Array | None, Int64Array]:
-    """Samples in the order of their sources (None where they are), and where each source begins and the last ends."""
-    source = source if samples is None else source[samples]
-    numbers = np.arange(number + 1)
-    if samples is None and not (source[1:] < source[:-1]).any():
-        return None, np.searchsorted(source, numbers)
-    order = np.argsort(source, kind="stable")
-    starts = np.searchsorted(source[order], numbers)
-    return order if samples is None else samples[order].astype(np.int64), starts
-
-
-def _tokens(lengths: SampleLengths, mixture: Mixture) -> IntArray | None:
-    if mixture.by == "samples":
-        return None
-    tokens: IntArray | None = getattr(lengths, mixture.by)
-    if tokens is None:
-        raise DataError(f"lengths must have {mixture.by} for a mixture by {mixture.by}, got none")
-    return tokens

@@ -73,14 +73,9 @@ class BalancedBatchSampler:
         num_replicas: Data-parallel ranks.
         rank: This process's data-parallel rank.
         micro_batches: Packs per rank and step (gradient accumulation steps).
-        **options: Other fields of a ``PackingSpec``. ``method``: ``"balanced"``, ``"isf"`` (that of the OmniBal paper)
-            or ``"random"`` (samples packed in the order in which they are drawn). ``seed``: the same seed gives the
-            same epochs. ``oversized``: samples that exceed a limit on their own get packs of their own (``"alone"``),
-            are left out (``"drop"``) or refused (``"error"``). ``cost``: what a micro-batch costs the LLM.
-            ``exchange_steps``: consecutive steps that may exchange samples so that the ranks of each are alike; with 1
-            every step keeps exactly the samples that it drew. ``iterations``: rounds of ISF. ``mixture``: the share of
-            each source; an epoch is then no pass over the data but a part of an endless row of steps, of as many as
-            hold about as many samples as there are.
+        **options: Other fields of a ``PackingSpec``: ``method``, ``seed``, ``oversized``, ``cost``,
+            ``exchange_steps``, ``iterations``, and ``mixture``, under which an epoch is no pass over the data but a
+            part of an endless row of steps, of as many as hold about as many samples as there are.
 
     Attributes:
         epoch: The current epoch.
