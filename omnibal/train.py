@@ -10,10 +10,10 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
-from functools import partial, reduce
-from operator import getitem
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
@@ -34,7 +34,7 @@ from rich.console import Console
 from torch import Tensor
 from tqdm import tqdm
 
-from omnibal.config import RunSection, keys_of_plan
+from omnibal.config import RunSection
 from omnibal.data.epoch import Step
 from omnibal.engine import saved_files
 from omnibal.engine.checkpoint import export_newest
@@ -135,36 +135,23 @@ def _read(config: str | Path | dict[str, Any], *, resume: bool | str, restart: b
 
 
 def _under_own_plan(workspace: Workspace) -> Workspace:
-    """The ds_config of a run that goes on, with the plan that the run followed before where the new one cannot be.
-
-    A plan with other limits makes other packs, in the middle of an epoch; one with another number of micro-batches must
-    be entered in the ds_config. ``run_plan.json`` is the plan before.
-    """
-    section = workspace.section
-    own = section.run.files.run_plan
-    if section.pipeline.plan is None or not own.is_file():
+    """The ds_config of a run that goes on, with the plan that the run followed before where the new one cannot be."""
+    own = workspace.section.run.files.run_plan
+    if workspace.followed_plan is None or not own.is_file():
         return workspace
-    before, micro_batches = Plan.load(own), workspace.config.get("gradient_accumulation_steps", "auto")
-    try:
-        now = workspace.named_plan
-    except ConfigError:
-        now = None
-    # Micro-batches of neither plan were set by hand: resolve_plan says that they do not fit.
-    if micro_batches not in ("auto", before.micro_batches, (now or before).micro_batches):
-        return workspace
-    if now is not None and now.limits == before.limits and micro_batches in ("auto", now.micro_batches):
-        return workspace
+    before = Plan.load(own)
+    # A plan with other limits makes other packs, in the middle of an epoch.
+    with suppress(ConfigError):
+        if (now := workspace.named_plan) is not None and now.limits == before.limits:
+            return workspace
     if dist.get_rank() == 0:
         LOG.warning(
-            "The run goes on under the plan that it followed before, %s; omnibal.pipeline.plan (%s) has other packs or "
-            "is no plan: restart (--restart) begins anew under it",
+            "The run goes on under the plan that it followed before, %s; %s has other packs or is no plan: restart "
+            "(--restart) begins anew under it",
             own,
-            section.pipeline.plan,
+            workspace.followed_plan,
         )
-    whole = workspace.whole_config
-    for (*outer, key), value in keys_of_plan(workspace.config, section, before, str(own)).items():
-        reduce(getitem, outer, whole)[key] = value
-    return Workspace.read(whole)
+    return replace(workspace, overrides=replace(workspace.overrides, plan=before))
 
 
 def _claimed(run: RunSection) -> ExitStack:
@@ -354,7 +341,7 @@ def _calibrate(
             f"; a step was promised to take {plan.predicted.step_seconds:.3g} s, now {now:.3g} s by measured costs, "
             f"and took {median(seconds for _, seconds in timed):.3g} s"
         )
-    bar.write(f"{told}\n`omnibal profile CONFIG --measured {log.path}` writes these costs for `omnibal plan --write`")
+    bar.write(f"{told}\n`omnibal plan CONFIG --from-run {log.path.parent} --write` plans for these costs")
 
 
 def _evaluate(

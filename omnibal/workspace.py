@@ -105,7 +105,7 @@ class Workspace:
 
     @property
     def kept(self) -> RunFiles:
-        """Where a plan and a profile are kept: beside the plan that training follows unless it may be replaced."""
+        """Where a profile is kept: beside the plan that training follows unless it may be replaced."""
         assert self.files is not None, "only a ds_config keeps something"
         return self.files if self.replaces or self.followed_plan is None else self.files.what_if
 
@@ -114,9 +114,18 @@ class Workspace:
         return self.config | {"omnibal": self.section.model_dump(mode="json")}
 
     @property
+    def kept_plan(self) -> Path:
+        """Where a plan is kept: where training finds it only if it may be replaced."""
+        assert self.files is not None, "only a ds_config keeps something"
+        return self.files.plan if self.replaces else self.files.what_if.plan
+
+    @property
     def followed_plan(self) -> Path | None:
-        """The plan's file that the ds_config names, be it there or not."""
-        return None if self.section.pipeline.plan is None else Path(self.section.pipeline.plan)
+        """The plan's file that the ds_config names, be it there or not; else the one in ``run.output``, if any."""
+        named = self.section.pipeline.plan
+        if named is not None:
+            return Path(named)
+        return self.files.plan if self.files is not None and self.files.plan.is_file() else None
 
     @cached_property
     def named_plan(self) -> Plan | None:
@@ -134,7 +143,14 @@ class Workspace:
 
     @property
     def micro_batches(self) -> int:
+        """Micro-batches of a replica's step: as many as the plan says that training follows, else the ds_config."""
         return micro_batches_of(self.config, self.named_plan)
+
+    @property
+    def run_config(self) -> dict[str, Any]:
+        """The ds_config as DeepSpeed reads it: a plan takes the place of its batch sizes."""
+        batch = {} if self.named_plan is None else {"train_batch_size": "auto"}
+        return self.config | batch | {"gradient_accumulation_steps": self.micro_batches}
 
     @property
     def model_folder(self) -> Path:
@@ -402,13 +418,13 @@ class Workspace:
     @cached_property
     def found_plan(self) -> Plan | None:
         """The named plan, else the kept one if it still fits; says why it does not."""
-        if self.named_plan is not None or self.files is None or not self.kept.plan.is_file():
+        if self.named_plan is not None or self.files is None or not self.kept_plan.is_file():
             return self.named_plan
         try:
-            plan = Plan.load(self.kept.plan)
+            plan = Plan.load(self.kept_plan)
             now = layout_of(self.config, plan.num_stages, plan.layout.num_replicas)
         except ConfigError as error:
-            self.say(f"{self.kept.plan} is made anew: {error}")
+            self.say(f"{self.kept_plan} is made anew: {error}")
             return None
         packing, pipeline, asked = self.section.packing, self.section.pipeline, plan.made_from.get("request", {})
         # Each setting as the plan has it, and as it is now; "auto" asks for nothing.
@@ -427,7 +443,7 @@ class Workspace:
         }
         changed = [name for name, (planned, present) in settings.items() if present not in ("auto", planned)]
         if changed:
-            self.say(f"{self.kept.plan} is made anew: {', '.join(changed)} changed")
+            self.say(f"{self.kept_plan} is made anew: {', '.join(changed)} changed")
             return None
         return plan
 

@@ -67,14 +67,13 @@ def results(tmp_path_factory):
         "lengths": ["lengths", str(folder / "meta.json"), str(folder / "out"), "--model", model],
         "advise": [*advise, "--today", str(folder / "today.yaml")],
         "advise, drawn": [*advise, "--plot", str(folder / "advice.png")],
-        "pack": ["pack", lengths, "--num-replicas", "2"],
-        "pack, drawn": ["pack", lengths, "--num-replicas", "2", "--plot", str(folder / "plots")],
+        "lengths, packed": ["lengths", lengths, "--num-replicas", "2"],
+        "lengths, drawn": ["lengths", lengths, "--num-replicas", "2", "--plot", str(folder / "packs.png")],
         "profile": ["profile", model, str(folder / "p.json"), "--cluster", "a100"],
-        "partition": ["partition", profile, *cluster],
-        "partition, drawn": ["partition", profile, *cluster, f"--plot={folder / 'cut.png'}"],
+        "plan, drawn": ["plan", plan, f"--plot={folder / 'timeline.png'}"],
         "plan": ["plan", profile, "--lengths", lengths, *cluster, "--out", str(folder / "new.json"),
                  "--samples-per-step", "16", "--limits", "9,4096"],
-        "simulate": ["simulate", plan],
+        "plan, shown": ["plan", plan],
         "report": ["report", plan, "--out", str(folder / "r.html")],
         "ask": ["ask", model, "What is this?"],
         "export": ["export", str(folder / "checkpoint"), str(folder / "exported")],
@@ -83,7 +82,7 @@ def results(tmp_path_factory):
 
 
 def test_planning_needs_nothing_but_the_base_install(results):
-    for verb in ("advise", "pack", "partition", "plan", "simulate"):
+    for verb in ("advise", "lengths, packed", "plan", "plan, shown"):
         assert results[verb][0] == 0, results[verb]
 
 
@@ -91,7 +90,7 @@ def test_planning_needs_nothing_but_the_base_install(results):
     ("verb", "extra"),
     [
         *((verb, "train") for verb in ("demo", "lengths", "profile", "ask", "export")),
-        *((verb, "plots") for verb in ("advise, drawn", "pack, drawn", "partition, drawn", "report")),
+        *((verb, "plots") for verb in ("advise, drawn", "lengths, drawn", "plan, drawn", "report")),
     ],
 )
 def test_a_command_without_its_extra_names_it_in_one_line(results, verb, extra):

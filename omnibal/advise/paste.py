@@ -177,9 +177,9 @@ def lines_to_paste(
         f"then {per_step:,.0f}"
     )
     if proposal is not None and kind in ("annotations", "lengths"):
-        first = "" if kind == "lengths" else f"omnibal lengths {quote(data)} lengths --model {quote(model)} && "
+        named = quote(data) if kind == "lengths" else f"{quote(data)} lengths --model {quote(model)}"
         lines.append(
-            f"packs of all samples: {first}omnibal pack {data if kind == 'lengths' else 'lengths'} --limits "
+            f"packs of all samples: omnibal lengths {named} --limits "
             f"{proposal.limits.vision_units},{proposal.limits.llm_tokens} --num-replicas {cluster.num_devices} "
             f"--micro-batches {after.recipe.micro_batches}"
         )

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from omnibal.cli.opening import kind_of
 from omnibal.cli.options import (
     ClusterOption,
     JsonOption,
-    MeasuredOption,
-    ProfileOption,
     answer,
     check_file,
     read_cluster,
-    refuse,
     working,
 )
 from omnibal.errors import ConfigError
@@ -24,6 +22,8 @@ from omnibal.workspace import devices_at_hand
 if TYPE_CHECKING:
     from omnibal.advise.changes import Advice
     from omnibal.advise.question import Question
+    from omnibal.profile.calibration import Calibration
+    from omnibal.profile.records import ModelProfile
     from omnibal.report.layouts import LayoutReport
 
 PICTURES: Final = (".png", ".html")
@@ -53,24 +53,23 @@ BatchOption = Annotated[
 AccumulationOption = Annotated[
     int | None, typer.Option(help="Micro-batches in a device's step; likewise, or 8.", min=1)
 ]
-BatchingOption = Annotated[
-    Literal["random", "group_by_length", "batch_rebalance", "flattened", "packed"] | None,
-    typer.Option(help="How samples come to share a micro-batch; by default they are drawn at random, and padded."),
-]
-CutoffOption = Annotated[int | None, typer.Option(help="Tokens that a sample is cut at, or that a pack holds.", min=1)]
 LoraOption = Annotated[bool | None, typer.Option("--lora/--no-lora", help="Train adapters of rank 16.")]
 FrozenOption = Annotated[
     list[str] | None, typer.Option(help="What is not trained (repeatable): vision, projector, language.")
-]
-RecomputeOption = Annotated[
-    bool | None,
-    typer.Option("--recompute/--no-recompute", help="Whether you train with gradient checkpointing; by default yes."),
 ]
 ImagesOption = Annotated[
     Path | None, typer.Option(help="Folder that images' paths are relative to; by default the data's own.")
 ]
 MaxImageOption = Annotated[
     int | None, typer.Option(help="Most tiles of an image, or most pixels at native resolution.", min=1)
+]
+CostsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile",
+        help="Layers' costs in place of counted ones: a profile, or what a run's first steps measured (its "
+        "metrics.jsonl, or a trainer's omnibal_calibration.json).",
+    ),
 ]
 PipelineOption = Annotated[bool, typer.Option("--pipeline", help="Plan a pipeline too: takes a minute.")]
 LayoutsOption = Annotated[
@@ -91,15 +90,11 @@ def advise(
     today: TodayOption = "zero3",
     batch: BatchOption = None,
     accumulation: AccumulationOption = None,
-    batching: BatchingOption = None,
-    cutoff: CutoffOption = None,
     lora: LoraOption = None,
     frozen: FrozenOption = None,
-    recompute: RecomputeOption = None,
     images: ImagesOption = None,
     max_image: MaxImageOption = None,
-    profile: ProfileOption = None,
-    measured: MeasuredOption = None,
+    costs: CostsOption = None,
     pipeline: PipelineOption = False,
     layouts: LayoutsOption = False,
     plot: PlotOption = None,
@@ -122,26 +117,21 @@ def advise(
     """
     from omnibal.advise.present import Present, read_today
     from omnibal.advise.question import LORA_RANK, Question
-    from omnibal.profile.calibration import Calibration
-    from omnibal.profile.records import ModelProfile
     from omnibal.report.advise import Report, draw, write_advice_page
 
     _check_plot(plot)
     # Options go before what --today's file says; None leaves a setting to the file.
     own = Present(
-        batch=batch, accumulation=accumulation, batching=batching, cutoff=cutoff, recompute=recompute,
-        frozen=tuple(frozen) if frozen else None, lora={True: LORA_RANK, False: 0, None: None}[lora],
+        batch=batch, accumulation=accumulation, frozen=tuple(frozen) if frozen else None,
+        lora={True: LORA_RANK, False: 0, None: None}[lora],
     )  # fmt: skip
     machines = read_cluster(cluster) if cluster else devices_at_hand()
     if machines is None:
         raise ConfigError("--cluster must name the machines, such as 8xA100-80GB, got none and no CUDA device here")
-    costs: ModelProfile | Calibration | None = None if profile is None else ModelProfile.load(profile)
-    if measured is not None:
-        refuse({"profile": profile}, "--measured names the costs")
-        costs = Calibration.load(measured)
     question = Question.read(
-        data, machines, own.over(read_today(today)), model=model, images=images, max_image=max_image, costs=costs
-    )
+        data, machines, own.over(read_today(today)), model=model, images=images, max_image=max_image,
+        costs=_read_costs(costs),
+    )  # fmt: skip
     report = Report(question, question.answer(with_pipeline=pipeline, must_fit=not layouts))
     weighed = _weigh(question, report.advice) if layouts else None
     if plot is not None and plot.suffix.lower() == ".html":
@@ -168,6 +158,15 @@ def _weigh(question: Question, advice: Advice) -> LayoutReport:
     would_fit = degrees_that_fit(today, question.tensor_profile)
     best = Way.of(BEST, settled) if settled is not today else None
     return LayoutReport(found, question.scenario, today.samples_per_second if runs else None, would_fit, best)
+
+
+def _read_costs(path: Path | None) -> ModelProfile | Calibration | None:
+    from omnibal.profile.calibration import Calibration
+    from omnibal.profile.records import ModelProfile
+
+    if path is None:
+        return None
+    return ModelProfile.load(path) if kind_of("--profile", path) == "profile" else Calibration.load(path)
 
 
 def _check_plot(plot: Path | None) -> None:

@@ -1,76 +1,129 @@
-"""omnibal lengths: what every sample of a dataset brings to the ViT and to the LLM."""
+"""omnibal lengths: what every sample of a dataset brings to the ViT and to the LLM, and how the samples pack."""
 
 import json
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 import numpy as np
 import typer
 from rich.table import Table
+from tqdm import tqdm
 
 from omnibal.cli.opening import expect, open_workspace, problem_lines, read_lengths
-from omnibal.cli.options import JsonOption, answer, check_folder, refuse
-from omnibal.config import DataSection, ModelSection, OmnibalSection
+from omnibal.cli.options import (
+    JsonOption,
+    LimitsOption,
+    PictureOption,
+    answer,
+    check_folder,
+    check_picture,
+    read_limits,
+    refuse,
+)
+from omnibal.config import DataSection, ModelSection, OmnibalSection, PackingSection
+from omnibal.data.epoch import Epoch, arrange_epoch
 from omnibal.data.lengths import IMAGE, VIDEO, IntArray, SampleLengths
+from omnibal.data.limit_search import find_trap
+from omnibal.data.limits import PackLimits, choose_limits
+from omnibal.data.packing_spec import Method, Oversized
+from omnibal.data.packs import Packs
 from omnibal.errors import ConfigError
 from omnibal.families.base import vision_unit_of
+from omnibal.report.packing import (
+    Arranged,
+    PackingFigures,
+    measure_packing,
+    packing_notes,
+    packing_table,
+    plot_rank_loads,
+)
 from omnibal.report.style import make_table
 from omnibal.workspace import FoundLengths, Workspace
 
 BROKEN_FILE = "broken.json"
 LOADS = ("vision_units", "llm_tokens", "target_tokens")
+REPLICAS: Final = 8  # if neither the command line nor a cluster says how many
+BEFORE: Final[Method] = "random"  # a picture shows it beside the chosen method
+# Samples packed before the clock starts: compiled code is compiled once and then cached.
+SAMPLES_TO_COMPILE: Final = 64
+FATES: Final[dict[Oversized, str]] = {"alone": "each has a pack of its own", "drop": "they are left out", "error": ""}
+
+# Options, in the order of --help.
+SourceArgument = Annotated[
+    Path,
+    typer.Argument(
+        help="A ds_config; or, without one, an InternVL meta file or conversations, as docs/data.md lists them "
+        '(with --model), a folder of lengths, or a JSON list of {"vit_num", "token_num"}.',
+    ),
+]
+OutArgument = Annotated[
+    Path | None, typer.Argument(help="Folder to write lengths to; by default in the ds_config's run.output.")
+]
+ModelOption = Annotated[
+    Path | None, typer.Option(help="The model's Hugging Face folder: its tokenizer and how it cuts images.")
+]
+ImagesOption = Annotated[
+    Path | None, typer.Option(help="Folder of images that annotations name; by default the annotations' own.")
+]
+TilesOption = Annotated[
+    int | None,
+    typer.Option(help="The most tiles an image is cut into; by default what the model's folder says.", min=1),
+]
+BrokenOption = Annotated[
+    Literal["error", "skip"] | None,
+    typer.Option(help="What to do with samples that cannot be read: stop and report them all, or leave them out."),
+]
+DecodeOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--decode/--no-decode",
+        help="Decode images, videos and sounds to find broken ones, or read their headers alone; by default decode "
+        "if there are at most 5,000 items.",
+    ),
+]
+ProcessesOption = Annotated[
+    int | None, typer.Option(help="Most processes; by default one for each core, at most 32.", min=1)
+]
+SamplesOption = Annotated[
+    str | None,
+    typer.Option(help="Show these samples by their numbers, such as 4,17, as messages of training name them."),
+]
+ReplicasOption = Annotated[
+    int | None, typer.Option(help="Data-parallel ranks to pack for; by default the cluster's, or 8.", min=1)
+]
+MicroBatchesOption = Annotated[
+    int | None, typer.Option(help="Packs of a rank and step; by default the ds_config's, or 1.", min=1)
+]
+CompareOption = Annotated[bool, typer.Option("--compare", help="Show all methods of packing side by side.")]
 
 
 def lengths(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            help="A ds_config; or, without one, an InternVL meta file or conversations, as docs/data.md lists them "
-            '(with --model), or a JSON list of {"vit_num", "token_num"}.',
-        ),
-    ],
-    out: Annotated[
-        Path | None, typer.Argument(help="Folder to write lengths to; by default in the ds_config's run.output.")
-    ] = None,
-    model: Annotated[
-        Path | None, typer.Option(help="The model's Hugging Face folder: its tokenizer and how it cuts images.")
-    ] = None,
-    images: Annotated[
-        Path | None, typer.Option(help="Folder of images that annotations name; by default the annotations' own.")
-    ] = None,
-    max_tiles: Annotated[
-        int | None,
-        typer.Option(help="The most tiles an image is cut into; by default what the model's folder says.", min=1),
-    ] = None,
-    broken: Annotated[
-        Literal["error", "skip"] | None,
-        typer.Option(help="What to do with samples that cannot be read: stop and report them all, or leave them out."),
-    ] = None,
-    decode: Annotated[
-        bool | None,
-        typer.Option(
-            "--decode/--no-decode",
-            help="Decode images, videos and sounds to find broken ones, or read their headers alone; by default decode "
-            "if there are at most 5,000 items.",
-        ),
-    ] = None,
-    processes: Annotated[
-        int | None, typer.Option(help="Most processes; by default one for each core, at most 32.", min=1)
-    ] = None,
-    samples: Annotated[
-        str | None,
-        typer.Option(help="Show these samples by their numbers, such as 4,17, as messages of training name them."),
-    ] = None,
+    source: SourceArgument,
+    out: OutArgument = None,
+    model: ModelOption = None,
+    images: ImagesOption = None,
+    max_tiles: TilesOption = None,
+    broken: BrokenOption = None,
+    decode: DecodeOption = None,
+    processes: ProcessesOption = None,
+    samples: SamplesOption = None,
+    limits: LimitsOption = None,
+    num_replicas: ReplicasOption = None,
+    micro_batches: MicroBatchesOption = None,
+    compare: CompareOption = False,
+    plot: PictureOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure all samples of a dataset, save their lengths, show what they are like.
+    """Measure all samples of a dataset, save their lengths, show what they are like and how they pack.
 
     Headers say how many tiles images make; files are decoded only to find
     broken ones. A pass that is interrupted goes on where it was, and the training
-    of a ds_config measures nothing again. SampleLengths.load opens the folder,
-    memory-mapped.
+    of a ds_config measures nothing again. Of packs: the fewest possible; how
+    long ranks wait for the slowest one in the ViT and in the LLM (Dist Ratio);
+    how random steps are; the largest packs.
 
     Example: omnibal lengths ds_configs/mine.json
 
@@ -78,43 +131,60 @@ def lengths(
 
     Example: omnibal lengths data/train.json runs/lengths
     --model models/InternVL3-1B-hf
+
+    Example: omnibal lengths runs/lengths --num-replicas 16
+    --limits 40,12288 --compare --plot packs.png
     """
     kind = expect("source", source, ("ds_config", "dataset", "token lengths", "saved lengths"))
     check_folder("out", out)
+    check_picture("--plot", plot)
+    fixed, options = read_limits(limits), {"model": model, "images": images, "max-tiles": max_tiles}
     if samples is not None and kind != "ds_config":
         raise ConfigError(f"source must be the run's ds_config to show --samples, got {source}")
-    options = {"model": model, "images": images, "max-tiles": max_tiles}
-    # Lengths come from a ds_config's workspace, from lists or a folder of lengths, or from a dataset measured now.
+    # Lengths come from a ds_config's workspace, from a dataset measured now, or from lists or a folder of lengths.
+    workspace = None
     if kind == "ds_config":
         refuse(options, "a ds_config names data and model")
         workspace = open_workspace(source, broken=broken, decode=decode, processes=processes)
         if not workspace.section.data.train:
             raise ConfigError(f"omnibal.data.train must name the data, got none in {source}")
-        folder = out or workspace.section.run.files.lengths
-        check_folder("out", folder)
+        out = out or workspace.section.run.files.lengths
+        check_folder("out", out)
         if samples is not None:
             _show(workspace, samples, as_json=as_json)
             return
         found, unit = workspace.found_lengths, workspace.vision_unit
-    elif out is None:
-        raise ConfigError(f"out must name a folder for the lengths, got none: {source} is no ds_config")
-    elif kind != "dataset":
-        refuse(options, f"{source} holds lengths")
-        folder, found = out, read_lengths([source], "source")
-        unit = found.lengths.vision_unit
-    elif model is None:
-        raise ConfigError(f"--model must name the model's folder, got nothing: {source} is a dataset")
-    else:
-        # The section that a ds_config with this data and model would have: one path measures for both.
+    elif kind == "dataset":
+        if out is None:
+            raise ConfigError(f"out must name a folder for the lengths, got none: {source} is no ds_config")
+        if model is None:
+            raise ConfigError(f"--model must name the model's folder, got nothing: {source} is a dataset")
         place = None if images is None else str(images)
         data = DataSection(
             train=str(source), images=place, max_tiles=max_tiles, broken=broken or "error", decode=decode
         )
-        section = OmnibalSection(model=ModelSection(path=str(model)), data=data)
-        workspace, folder = Workspace({}, section, processes=processes), out
-        unit = vision_unit_of(workspace.records)
-        found = workspace.measured_lengths(folder)
-    _say(found, folder, unit, as_json=as_json)
+        found, unit = _measured(data, model, processes, out)
+    else:
+        refuse(options, f"{source} holds lengths")
+        found = read_lengths([source], "source")
+        unit = found.lengths.vision_unit
+    if out is not None:
+        _save(found, out)
+    task = _packing_of(workspace, found.lengths, fixed, (num_replicas, micro_batches), unit)
+    _answer(task, found, out, compare=compare, plot=plot, as_json=as_json)
+
+
+def _measured(data: DataSection, model: Path, processes: int | None, folder: Path) -> tuple[FoundLengths, str]:
+    """Lengths by the section that a ds_config with this data and model would have, and the model's vision unit."""
+    section = OmnibalSection(model=ModelSection(path=str(model)), data=data)
+    workspace = Workspace({}, section, processes=processes)
+    return workspace.measured_lengths(folder), vision_unit_of(workspace.records)
+
+
+def _save(found: FoundLengths, folder: Path) -> None:
+    found.lengths.save(folder)
+    problems = [asdict(problem) for problem in found.problems]
+    (folder / BROKEN_FILE).write_text(json.dumps(problems, indent=2, default=str) + "\n")
 
 
 def _show(workspace: Workspace, numbers: str, *, as_json: bool) -> None:
@@ -137,22 +207,144 @@ def _show(workspace: Workspace, numbers: str, *, as_json: bool) -> None:
     answer(shown, *lines, as_json=as_json)
 
 
-def _say(found: FoundLengths, folder: Path, vision_unit: str, *, as_json: bool) -> None:
-    """Keep and show the lengths."""
-    found.lengths.save(folder)
-    problems = [asdict(problem) for problem in found.problems]
-    (folder / BROKEN_FILE).write_text(json.dumps(problems, indent=2, default=str) + "\n")
-    figures = statistics_of(found.lengths)
-    record = {"folder": folder, "content_hash": found.lengths.content_hash, **figures, "broken": problems}
-    whole = [f"all of them: {folder / BROKEN_FILE}"] if problems else []
+def _answer(
+    task: "_PackingTask", found: FoundLengths, folder: Path | None, *, compare: bool, plot: Path | None, as_json: bool
+) -> None:
+    # A method that is both shown and drawn is packed once.
+    shown = get_args(Method) if compare else (task.packing.method,)
+    drawn = tuple(dict.fromkeys((BEFORE, task.packing.method))) if plot else ()
+    results = {name: task.run(name) for name in dict.fromkeys((*shown, *drawn))}
+    if plot is not None:
+        plot_rank_loads({f"{name} packs": results[name][1] for name in drawn}, plot, task.vision_unit)
+    figures, packed = statistics_of(found.lengths), [results[name][0] for name in shown]
+    plots, trap = [] if plot is None else [str(plot)], find_trap(task.lengths, task.limits)
+    warnings = [] if trap is None else [trap]
+    broken = [] if folder is None or not found.problems else [f"all of them: {folder / BROKEN_FILE}"]
+    record = {"folder": folder, "content_hash": found.lengths.content_hash, **figures}
+    record |= {"broken": [asdict(problem) for problem in found.problems]}
+    methods = [entry.to_record() for entry in packed]
     answer(
-        record,
-        lengths_table(figures, vision_unit),
+        record | {"packs": task.to_record() | {"methods": methods, "warnings": warnings, "plots": plots}},
+        lengths_table(figures, task.vision_unit),
         *problem_lines(found),
-        *whole,
-        f"written: {folder}",
+        *broken,
+        task.title,
+        packing_table(packed, task.num_replicas, task.vision_unit),
+        *packing_notes(task.num_replicas),
+        *(f"warning: {warning}" for warning in warnings),
+        *(f"drawn: {path}" for path in plots),
+        *([] if folder is None else [f"written: {folder}"]),
         as_json=as_json,
     )
+
+
+def _packing_of(
+    workspace: Workspace | None,
+    lengths: SampleLengths,
+    limits: tuple[int, int] | None,
+    ranks: tuple[int | None, int | None],
+    vision_unit: str,
+) -> "_PackingTask":
+    """How samples are packed: as the command line says, else as a ds_config, or the plan that its training follows."""
+    packing = PackingSection() if workspace is None else workspace.section.packing
+    num_replicas, micro_batches = ranks
+    plan = None if workspace is None else workspace.named_plan
+    if limits is None and plan is not None:
+        chosen = plan.limits
+    else:
+        chosen = choose_limits(lengths, *(limits or (packing.vision_units, packing.llm_tokens)))
+    return _PackingTask(
+        lengths,
+        chosen,
+        num_replicas or _replicas(workspace),
+        micro_batches or (1 if workspace is None else workspace.micro_batches),
+        packing,
+        vision_unit,
+    )
+
+
+def _replicas(workspace: Workspace | None) -> int:
+    try:
+        return REPLICAS if workspace is None or not workspace.known_cluster else workspace.layout().num_replicas
+    except ConfigError:  # no layout, or a model that cannot be planned; `omnibal plan` says which
+        return REPLICAS
+
+
+@dataclass(frozen=True)
+class _PackingTask:
+    """What is packed, for whom, and how."""
+
+    lengths: SampleLengths
+    limits: PackLimits
+    num_replicas: int
+    micro_batches: int
+    packing: PackingSection
+    vision_unit: str
+
+    def run(self, method: Method) -> tuple[PackingFigures, Arranged]:
+        """Arrange the epoch and measure it."""
+        # A few samples first: the seconds that are shown are of packing, not of compiling. Under "alone" an oversized
+        # one among these raises nothing.
+        first = self.lengths.take(np.arange(min(len(self.lengths), SAMPLES_TO_COMPILE)))
+        alone = self.packing.model_copy(update={"oversized": "alone"})
+        _pack_all(replace(self, lengths=first, packing=alone).arrange(method), None)
+        started = time.perf_counter()
+        epoch = self.arrange(method)
+        packs = _pack_all(epoch, method)
+        figures = measure_packing(
+            method,
+            self.lengths,
+            self.limits,
+            packs,
+            epoch.steps,
+            seconds=time.perf_counter() - started,
+            left_out=self.num_oversized if self.packing.oversized == "drop" else 0,
+        )
+        return figures, Arranged(packs.load(self.lengths), epoch.steps)
+
+    def arrange(self, method: Method) -> Epoch:
+        """The epoch, planned as it is asked for."""
+        options = self.packing.model_copy(update={"method": method}).options
+        shape = {"num_replicas": self.num_replicas, "micro_batches": self.micro_batches}
+        return arrange_epoch(self.lengths, self.limits, **shape, **options)
+
+    @property
+    def num_oversized(self) -> int:
+        """Samples that exceed a limit on their own."""
+        return len(self.limits.oversized(self.lengths))
+
+    @property
+    def title(self) -> str:
+        """The task in a line, and a second one where samples exceed a limit."""
+        task = (
+            f"{len(self.lengths):,} samples, limits {self.limits.vision_units:,} {self.vision_unit} and "
+            f"{self.limits.llm_tokens:,} LLM tokens, {self.num_replicas} ranks × {self.micro_batches} micro-batches"
+        )
+        if not self.num_oversized:
+            return task
+        return f"{task}\n{self.num_oversized:,} samples exceed a limit on their own: {FATES[self.packing.oversized]}"
+
+    def to_record(self) -> dict[str, Any]:
+        """The task as JSON values."""
+        return {
+            "samples": len(self.lengths),
+            "limits": self.limits.record(),
+            "num_replicas": self.num_replicas,
+            "micro_batches": self.micro_batches,
+            "seed": self.packing.seed,
+            "exchange_steps": self.packing.exchange_steps,
+            "oversized": {"policy": self.packing.oversized, "samples": self.num_oversized},
+        }
+
+
+def _pack_all(epoch: Epoch, method: Method | None) -> Packs:
+    """Plan a whole epoch; a bar shows how far it is, where a method is given and someone is looking."""
+    parts = []
+    with tqdm(total=epoch.num_steps, desc=method, unit=" steps", leave=False, disable=None if method else True) as bar:
+        for packs in epoch:
+            parts.append(packs)
+            bar.update(len(packs) // epoch.ranks.step_packs)
+    return Packs.concatenate(parts)
 
 
 def statistics_of(lengths: SampleLengths) -> dict[str, Any]:

@@ -14,12 +14,16 @@ from omnibal.errors import ConfigError, OmnibalError, explain_import, require
 
 # The module of each verb, which is a function there, with underscores for hyphens.
 VERBS: Final = {
-    "advise": "advise", "demo": "models", "lengths": "lengths", "pack": "pack", "profile": "profile",
-    "partition": "simulate", "plan": "plan", "simulate": "simulate", "report": "report",
-    "ask": "models", "export": "models", "check-packing": "check_packing",
+    "advise": "advise", "lengths": "lengths", "check-packing": "models", "plan": "plan", "ask": "models",
+    "export": "models", "report": "report", "demo": "models", "profile": "profile",
 }  # fmt: skip
 # Verbs of earlier versions, and what to type today.
-MOVED: Final = {"emulate": "python -m tools.emulator, in omnibal's repository"}
+MOVED: Final = {
+    "emulate": "python -m tools.emulator, in omnibal's repository",
+    "pack": "omnibal lengths, which takes a ds_config or a folder of lengths, too",
+    "partition": "omnibal plan CONFIG --explain",
+    "simulate": "omnibal plan CONFIG --explain, or omnibal plan PLAN.json for a plan that is there",
+}
 
 
 class _LazyGroup(TyperGroup):

@@ -162,10 +162,12 @@ def open_workspace(
     if kind == "profile":
         costs = ModelProfile.load(source)
         return Workspace(*_config_of(costs, 1), overrides=replace(named, profile=costs), **options)
-    # A plan lies in a run's folder, beside the profile and the lengths that it was made from.
+    # A plan lies in a run's folder, beside the profile and the lengths that it was made from; or names its ds_config.
     plan, beside = Plan.load(source), RunFiles(source.parent)
-    costs_file = None if named.profile is not None else beside.profile
-    if costs_file is not None and not costs_file.is_file():
+    if named.profile is None and not beside.profile.is_file():
+        made_for = Path(plan.made_from.get("ds_config", ""))
+        if made_for.is_file():
+            return _read_config(made_for, overrides=replace(named, plan=plan), **options)
         raise ConfigError(f"--profile must name what {source} was made from, got none, and none lies beside it")
     costs = named.profile or ModelProfile.load(beside.profile)
     found = named.lengths

@@ -36,19 +36,9 @@ LengthsOption = Annotated[
 ProfileOption = Annotated[
     Path | None, typer.Option(help="A file of layers' costs, in place of those that are kept or counted.")
 ]
-MeasuredOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="Costs as a run's first steps measured them: its metrics.jsonl, or a trainer's omnibal_calibration.json."
-    ),
-]
 LimitsOption = Annotated[
     str | None, typer.Option(help="The most vision units and LLM tokens that a pack may hold, such as 16,4096.")
 ]
-PresentOption = Annotated[
-    bool, typer.Option("--present", help="Take what the ds_config spells out, not the plan that was made for it.")
-]
-StagesOption = Annotated[int | None, typer.Option(help="Number of pipeline stages.", min=1)]
 PictureOption = Annotated[Path | None, typer.Option(help="Draw a picture, into this PNG.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from rich.table import Table
 
 from omnibal.advise.changes import SAME_STEP
 from omnibal.advise.gains import Way, gain_over
-from omnibal.cli.planning import STEPS, cheapest_way, present_plan, real_packs
+from omnibal.cli.planning import STEPS, cheapest_way, median_packs, present_plan, real_packs
 from omnibal.data.limits import largest_load
 from omnibal.errors import ConfigError, bytes_in_words
 from omnibal.families.base import trained_in_words, vision_unit_of
 from omnibal.memory.footprint import StageMemory
+from omnibal.pipeline.search import METHODS, search_partition
+from omnibal.pipeline.simulate import StepSimulation
 from omnibal.plan import Plan
 from omnibal.planner import PlanResult
+from omnibal.planner.packings import Packing
 from omnibal.planner.prediction import Variant
 from omnibal.planner.search import Choice
-from omnibal.report.stages import cut_of, memory_table, stage_table, step_figures
+from omnibal.profile.records import ModelProfile
+from omnibal.report.stages import cut_of, memory_table, methods_table, plot_timeline, stage_table, step_figures
 from omnibal.report.style import Row, duration, excess, in_milliseconds, milliseconds, table_of, unit_of
 from omnibal.workspace import Workspace
 
 if TYPE_CHECKING:
     from omnibal.trials import Trial  # needs torch
+
+MOST_PANELS: Final = 3  # replicas whose timelines are drawn one by one
 
 
 @dataclass(frozen=True)
@@ -119,28 +126,121 @@ def _overflow(memory: Sequence[StageMemory], budgets: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True)
-class PlanReport:
-    """All that `omnibal plan` says."""
+class Explanation:
+    """A step of a plan on the simulator: where the model is cut, and where stages wait."""
 
+    profile: ModelProfile
+    plan: Plan
+    packing: Packing  # one step of real packs
+
+    @classmethod
+    def of(cls, workspace: Workspace, plan: Plan) -> Explanation:
+        """The median one of some steps of the workspace's packs."""
+        return cls(workspace.profile, plan, median_packs(workspace, plan))
+
+    @cached_property
+    def step(self) -> StepSimulation:
+        """The step, simulated."""
+        return self.plan.simulate(self.profile, self.packing.steps[0])
+
+    @cached_property
+    def figures(self) -> Row:
+        """The step in figures, and stage by stage."""
+        return step_figures(self.profile, self.plan, self.step, self.packing.largest)
+
+    @cached_property
+    def cuts(self) -> dict[str, Row]:
+        """The step under 1F1B and the cut of each method; none where an encoder has devices of its own."""
+        plan, loads = replace(self.plan, schedule="1f1b", predicted=None), self.packing.steps[0]
+        if plan.num_stages == 1 or plan.layout.encoder is not None:
+            return {}
+        found: dict[str, Row] = {}
+        for method in METHODS:
+            search = search_partition(
+                self.profile, loads, plan.num_stages, plan.links, method=method, zero_stage=plan.layout.zero_stage,
+                recompute=plan.recompute, top=1,
+            )  # fmt: skip
+            cut = replace(plan, partition=search.best.partition)
+            figures = step_figures(self.profile, cut, cut.simulate(self.profile, loads), self.packing.largest)
+            found[method] = {**figures, "gap": search.gap, "lower_bound_seconds": search.lower_bound_seconds}
+        return found
+
+    def to_record(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        profile, plan, limits = self.profile, self.plan, self.plan.limits
+        return {
+            "profile": {"hash": profile.content_hash, "device": profile.devices, "dtype": profile.dtype},
+            "cluster": str(plan.known_cluster),
+            "layout": plan.to_record()["layout"],
+            "links": asdict(plan.links),
+            "schedule": plan.schedule,
+            "limits": {"vision_units": limits.vision_units, "llm_tokens": limits.llm_tokens},
+            "step": self.packing.numbers[0] if self.packing.numbers else None,
+            **self.figures,
+            "cuts": self.cuts,
+        }
+
+    def parts(self) -> list[str | Table]:
+        """What is simulated, the methods' cuts, every stage, and the step."""
+        plan, limits, figures, numbers = self.plan, self.plan.limits, self.figures, self.packing.numbers
+        step, pipeline = figures["step_seconds"], figures["pipeline_seconds"]
+        packs = f"step {numbers[0]} of an epoch, packs of at most" if numbers else "equal packs of"
+        cuts: list[str | Table] = ["cuts of all methods, under 1F1B", methods_table(self.cuts)] if self.cuts else []
+        return [
+            f"{len(self.profile.layers)} layers on {plan.known_cluster} ({self.profile.dtype}): {plan.layout}, "
+            f"{plan.schedule}\n{plan.micro_batches} micro-batches; {packs} {limits.vision_units:,} "
+            f"{vision_unit_of(self.profile.layers)} and {limits.llm_tokens:,} LLM tokens",
+            *cuts,
+            f"cut at {cut_of(plan.partition.boundaries)}",
+            stage_table(figures["stages"]),
+            f"step {milliseconds(step)} ms: pipeline {milliseconds(pipeline)} ms (bubble ratio "
+            f"{figures['bubble_ratio']:.1%}), gradients and optimizer {milliseconds(step - pipeline)} ms",
+        ]
+
+    def draw(self, path: Path) -> None:
+        """Draw the timeline of every replica where they are few, else of the fastest and the slowest one."""
+        replicas = self.step.replicas
+        order = sorted(range(len(replicas)), key=lambda number: replicas[number].makespan_seconds)
+        if len(replicas) == 1:
+            panels = {"": replicas[0]}
+        elif len(replicas) <= MOST_PANELS:
+            panels = {f"replica {number}": replica for number, replica in enumerate(replicas)}
+        else:
+            ends = (order[0], "fastest"), (order[-1], "slowest")
+            panels = {f"replica {number}, the {which}": replicas[number] for number, which in ends}
+        plot_timeline(panels, path)
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """All that `omnibal plan` says of a plan that it made."""
+
+    workspace: Workspace
     result: PlanResult  # with trials, its plan is the fastest one that ran
     gain: GainOverPresent
     out: Path  # file of the plan
     trials: tuple[Row, ...] = ()
-    entered: Path | None = None  # the ds_config that --write entered the plan in
-    followed: Path | None = None  # another plan that the ds_config goes on to name
+    refused: str = ""  # why training would not follow it
 
-    def to_record(self) -> dict[str, Any]:
+    @cached_property
+    def explanation(self) -> Explanation:
+        """The plan's median step, of the packs that it was chosen by."""
+        model = self.result.choice.model
+        return Explanation(model.whole, self.result.plan, model.packing.median_step(model.whole))
+
+    def to_record(self, *, explain: bool) -> dict[str, Any]:
         """The report as JSON values."""
         result = self.result
         return {
             "plan": result.plan.to_record(),
             "trained": {name: numbers._asdict() for name, numbers in self.result.choice.model.whole.trained.items()},
             "written": str(self.out),
-            "entered": None if self.entered is None else str(self.entered),
+            "refused": self.refused or None,
             **self.gain.to_record(),
             "lower_bound_seconds": result.choice.model.lower_bound_seconds,
             "tried": [_record(choice) for choice in result.tried],
             "trials": list(self.trials),
+            **({"explained": self.explanation.to_record()} if explain else {}),
         }
 
     def parts(self, *, explain: bool) -> list[str | Table]:
@@ -166,9 +266,20 @@ class PlanReport:
             *([_trials_table(self.trials)] if self.trials else ()),
             *(f"{trial['name']}: {trial['outcome']}" for trial in self.trials),
             f"written: {self.out}",
-            *([] if self.entered is None else [f"entered in {self.entered}"]),
-            *([] if self.followed is None else [f"training follows {self.followed}; --write enters this one"]),
+            *self._followed(),
         ]
+
+    def _followed(self) -> list[str]:
+        """Which plan training follows, where there is a ds_config."""
+        workspace = self.workspace
+        if workspace.files is None:
+            return []
+        if self.refused:
+            return [f"training refuses it: {self.refused}; change {workspace.source}"]
+        if workspace.replaces:
+            return [f"training follows it: deepspeed launch/train.py --deepspeed_config {workspace.source}"]
+        followed = workspace.followed_plan or "no plan"
+        return [f"training follows {followed}; --write puts this one in its place"]
 
     def _other_step(self, samples_per_step: float) -> list[str]:
         """Why a step has other samples than were asked for, if it has."""
@@ -183,15 +294,13 @@ class PlanReport:
             f"{given} hold {samples_per_step / packs:.2f} samples each, and epochs have whole steps{near}"
         ]
 
-    def _explanations(self) -> list[Table]:
-        model, plan = self.result.choice.model, self.result.plan
-        packing = model.packing.median_step(model.whole)
-        step = plan.simulate(model.whole, packing.steps[0])
-        stages = stage_table(step_figures(model.whole, plan, step, packing.largest)["stages"])
+    def _explanations(self) -> list[str | Table]:
+        unit = vision_unit_of(self.result.choice.model.whole.layers)
         return [
-            stages,
+            *self.explanation.parts(),
             memory_table(self._memory(), self._budgets),
-            _weighed_table([_record(choice) for choice in self.result.tried], vision_unit_of(model.whole.layers)),
+            "plans that were weighed",
+            _weighed_table([_record(choice) for choice in self.result.tried], unit),
         ]
 
     def _bound(self) -> str:

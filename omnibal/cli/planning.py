@@ -1,14 +1,14 @@
 """Plans of a workspace: the one that is there or a new one, the present configuration, and the packs of either."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from omnibal.advise.estimate import Scenario
 from omnibal.advise.gains import TRAINER, Way, settings_alone
 from omnibal.advise.paste import offered_by
 from omnibal.cluster import Cluster
-from omnibal.config import dtype_of, layout_of, resolve_plan
+from omnibal.config import dtype_of, layout_of
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.limits import PackLimits, choose_limits
 from omnibal.errors import ConfigError
@@ -36,8 +36,8 @@ def plan_of(workspace: Workspace) -> Plan:
     plan, profile = workspace.found_plan, workspace.profile
     if plan is None:
         plan = solve(workspace, request_of(workspace)).plan
-        plan.save(workspace.kept.plan)
-        workspace.say(f"planned: {workspace.kept.plan}")
+        plan.save(workspace.kept_plan)
+        workspace.say(f"planned: {workspace.kept_plan}")
     if plan.partition.num_layers != len(profile.layers):
         raise ConfigError(
             f"plan must be of the profile's {len(profile.layers)} layers, got {plan.partition.num_layers}"
@@ -98,40 +98,19 @@ def _present_samples(workspace: Workspace) -> int:
         ) from error
 
 
-def present_plan(
-    workspace: Workspace,
-    num_stages: int | None = None,
-    *,
-    limits: tuple[int, int] | None = None,
-    pipeline: Mapping[str, Any] | None = None,
-) -> Plan:
+def present_plan(workspace: Workspace) -> Plan:
     """What training does now, as a plan on the cluster: what the ds_config names or spells out.
 
     Without a ds_config the model is cut by parameters and nothing recomputes.
-
-    Args:
-        workspace: What the command line names.
-        num_stages: In place of the ds_config's.
-        limits: Vision units and LLM tokens, in place of the ds_config's.
-        pipeline: Keys of its ``pipeline``, in place of the ds_config's and of the plan that it names.
     """
     # With a model the ds_config's keys are resolved as training does; without one they say nothing of the layers.
-    layout, profile, section = workspace.layout(num_stages), workspace.profile, workspace.section
-    if workspace.files is not None and section.model.path is not None:
-        most = {} if limits is None else dict(zip(("vision_units", "llm_tokens"), limits, strict=True))
-        parts = {
-            "pipeline": section.pipeline.model_copy(update=dict(pipeline or {})),
-            "packing": section.packing.model_copy(update=most),
-        }
-        config = workspace.config | {"gradient_accumulation_steps": workspace.micro_batches}
-        plan = resolve_plan(
-            config, section.model_copy(update=parts), None if pipeline else workspace.named_plan,
-            workspace.model.records, layout, workspace.lengths,
-        )  # fmt: skip
+    layout, profile = workspace.layout(), workspace.profile
+    if workspace.files is not None and workspace.section.model.path is not None:
+        plan = workspace.resolve_plan(workspace.model.records, layout, workspace.lengths)
     else:
-        chosen = choose_limits(workspace.lengths, *(limits or ())) if workspace.has_lengths else None
+        chosen = choose_limits(workspace.lengths) if workspace.has_lengths else None
         plan = Plan(
-            chosen or PackLimits(*(limits or usual_limits(profile.layers))),
+            chosen or PackLimits(*usual_limits(profile.layers)),
             MICRO_BATCHES_PER_STAGE * layout.num_stages,
             cut_parts(profile.layers, [layer.gradient_bytes for layer in profile.layers], layout),
             every_layer("none", len(profile.layers)),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -16,21 +16,18 @@ from omnibal.cli.options import (
     ClusterOption,
     JsonOption,
     LimitsOption,
-    MeasuredOption,
     answer,
     check_file,
     read_cluster,
     read_limits,
-    refuse,
     working,
 )
 from omnibal.cli.planning import usual_limits
-from omnibal.config import OmnibalSection
+from omnibal.config import ModelSection, OmnibalSection
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
 from omnibal.families.base import vision_unit_of
-from omnibal.profile.calibration import Calibration
 from omnibal.profile.records import LayerCost, ModelProfile
 from omnibal.report.style import MIB, Row, scaled, table_of
 from omnibal.workspace import Overrides, Workspace
@@ -43,37 +40,21 @@ def profile(
     out: Annotated[Path | None, typer.Argument(help="File to write; by default in the ds_config's run.output.")] = None,
     cluster: ClusterOption = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure on this machine's accelerator, or CPU where it has none.")
-    ] = False,
-    measured: MeasuredOption = None,
-    limits: LimitsOption = None,
-    dtype: Annotated[
-        Literal["bfloat16", "float32"] | None,
-        typer.Option(help="Of the forward pass, where no ds_config says it; by default bfloat16."),
-    ] = None,
-    frozen: Annotated[
-        list[str] | None,
+        bool,
         typer.Option(
-            help="A module (vision), kind of layers (vision_block) or pattern of weights' names that is not trained; "
-            "repeatable."
+            "--measure", help="Measure on this machine's accelerator, or CPU where it has none; else costs are counted."
         ),
-    ] = None,
-    tensor_parallel: Annotated[
-        int | None, typer.Option(help="Count costs for so many devices that share each layer.", min=1)
-    ] = None,
+    ] = False,
+    limits: LimitsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write what each layer of a model costs: time, bytes sent, bytes kept.
 
-    Counted from operations and bytes for a device that you need not have, or
-    measured: one layer of each kind, at a quarter, a half and all of the pack
-    size; or counted and corrected by the first steps of a run. The costs are
-    functions of what a pack holds; the table shows them for the full pack.
+    Measured, one layer of each kind at a quarter, a half and all of the pack size; or counted from operations and
+    bytes for a device that you need not have. The costs are functions of what a pack holds; the table shows them for
+    the full pack.
 
     Example: omnibal profile ds_configs/mine.json --measure
-
-    Example: omnibal profile ds_configs/mine.json
-    --measured runs/mine/metrics.jsonl
 
     Example: omnibal profile models/InternVL3-14B-hf profile.json
     --cluster a100
@@ -81,42 +62,32 @@ def profile(
     kind = expect("source", source, ("ds_config", "model"))
     check_file("out", out)
     fixed = read_limits(limits)
-    # A ds_config says dtype, frozen parts and layout; for a bare model folder the options say them.
     if kind == "ds_config":
-        refuse({"dtype": dtype, "frozen": frozen, "tensor-parallel": tensor_parallel}, "the ds_config says it")
         workspace = open_workspace(source, cluster=cluster, measures=measure, replaces=out is None)
         out = out or workspace.section.run.files.profile
         check_file("out", out)
-        if measured is not None:
-            refuse({"measure": measure or None, "cluster": cluster}, "a run has measured costs on its own devices")
-            made = workspace.corrected_profile(Calibration.load(measured))
-        elif measure:
-            largest = workspace.limits if fixed is None else PackLimits(*fixed)
-            made, fixed = workspace.make_profile(largest), (largest.vision_units, largest.llm_tokens)
-        else:
-            made = workspace.profile
     elif out is None:
         raise ConfigError(f"out must name a file for the profile, got none: {source} is no ds_config")
-    elif measured is not None:
-        raise ConfigError(f"--measured must come with the ds_config of its run, got {source}")
     elif measure == (cluster is not None):
         got = "both" if measure else "neither"
         raise ConfigError(f"costs must be counted for a --cluster or come from --measure, got {got}")
-    elif measure and tensor_parallel:
-        raise ConfigError(f"--tensor-parallel must come with --cluster, got {tensor_parallel} with --measure")
     else:
-        workspace = _workspace_of(source, dtype or "bfloat16", frozen or [], cluster, measures=measure)
-        most = PackLimits(*(fixed or usual_limits(workspace.records))) if measure else None
-        made = workspace.make_profile(most, num_tensor=tensor_parallel or 1)
+        workspace = _workspace_of(source, cluster, measures=measure)
+    if measure:
+        if fixed is None:
+            usual = workspace.limits if kind == "ds_config" else PackLimits(*usual_limits(workspace.records))
+            fixed = usual.vision_units, usual.llm_tokens
+        made = workspace.make_profile(PackLimits(*fixed))
+    else:
+        made = workspace.profile
     out.parent.mkdir(parents=True, exist_ok=True)
     made.save(out)
     _say(made, fixed or usual_limits(made.layers), workspace.warnings, out, as_json=as_json)
 
 
-def _workspace_of(folder: Path, dtype: str, frozen: list[str], cluster: str | None, *, measures: bool) -> Workspace:
-    """What a ds_config would say of a model's folder."""
-    config = {"bf16": {"enabled": dtype == "bfloat16"}}
-    section = OmnibalSection.model_validate({"model": {"path": str(folder), "frozen": frozen}})
+def _workspace_of(folder: Path, cluster: str | None, *, measures: bool) -> Workspace:
+    """What a ds_config would say of a model's folder: all of it is trained, in bfloat16."""
+    config, section = {"bf16": {"enabled": True}}, OmnibalSection(model=ModelSection(path=str(folder)))
     named = Overrides(cluster=None if cluster is None else read_cluster(cluster))
     return Workspace(config, section, overrides=named, measures=measures, working=working)
 

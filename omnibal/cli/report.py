@@ -1,7 +1,7 @@
 """omnibal report: one HTML page about a plan, a run, or both."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -18,6 +18,9 @@ from omnibal.report.page import PlanPart, write_page
 from omnibal.report.training import Metrics, read_metrics
 from omnibal.workspace import Workspace
 
+BATCH_SIZE: Final = 4  # samples in each of the random, padded batches that the page begins with
+STEPS: Final = 64  # of real packs, spread over an epoch
+
 
 def report(
     source: Annotated[
@@ -27,10 +30,6 @@ def report(
         Path | None,
         typer.Option(help="File of the page; by default report.html in the ds_config's run.output, or here."),
     ] = None,
-    batch_size: Annotated[
-        int, typer.Option(help="Samples in each of the random, padded batches that the page begins with.", min=1)
-    ] = 4,
-    steps: Annotated[int, typer.Option(help="Steps of real packs to simulate, spread over an epoch.", min=1)] = 64,
     profile: ProfileOption = None,
     lengths: LengthsOption = None,
     cluster: ClusterOption = None,
@@ -57,7 +56,7 @@ def report(
         files = workspace.files or RunFiles(source.parent)
         if workspace.named_plan is not None or workspace.known_cluster is not None or files.plan.is_file():
             plan, found = plan_of(workspace), workspace.lengths
-            variants = variants_up_to(plan, workspace.profile, found, batch_size=batch_size, steps=steps)
+            variants = variants_up_to(plan, workspace.profile, found, batch_size=BATCH_SIZE, steps=STEPS)
             part = PlanPart(variants, _others(workspace, plan, variants[-1]), largest_load(found, plan.limits))
         elif files.metrics.is_file():
             say("what a plan changes is left out: nothing says which cluster; --cluster 8xA100-80GB does")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from omnibal.cluster import Encoder, Layout, Precision
+from omnibal.cluster import Layout, Precision
 from omnibal.config.section import LearningRates, OmnibalSection
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, choose_limits
@@ -29,7 +29,7 @@ def complete_deepspeed_config(config: dict[str, Any], layout: Layout) -> dict[st
     _check_precision(config)
     if config.get("wall_clock_breakdown") and not config.get("steps_per_print"):
         raise ConfigError("steps_per_print must be given with wall_clock_breakdown, got none; it says when to print")
-    check_batch(config, micro_batches, layout.num_replicas)
+    check_batch(config, layout.num_replicas)
     scheduler = config.get("scheduler")
     return {
         **config,
@@ -59,8 +59,9 @@ def fill_in_steps(scheduler_params: dict[str, Any], total_steps: int) -> None:
             scheduler_params[key] = steps
 
 
-def check_batch(config: dict[str, Any], micro_batches: int, num_replicas: int) -> None:
+def check_batch(config: dict[str, Any], num_replicas: int) -> None:
     """Refuse batch sizes that do not follow from the number of micro-batches: a micro-batch is one pack."""
+    micro_batches = micro_batches_of(config)
     product = f"{micro_batches} micro-batches of one pack, {num_replicas} replicas"
     for key, value, reason in (
         ("train_micro_batch_size_per_gpu", 1, "a micro-batch is one pack"),
@@ -158,33 +159,6 @@ def _check(name: str, got: object, expected: object) -> None:
         raise ConfigError(f"{name} must be {expected} as the model and the ds_config say, got {got}")
 
 
-def keys_of_plan(config: dict[str, Any], section: OmnibalSection, plan: Plan, path: str) -> dict[tuple[str, ...], Any]:
-    """What a ds_config must say for training to follow a plan: keys, outermost first, and their values."""
-    values: dict[tuple[str, ...], Any] = {
-        ("gradient_accumulation_steps",): plan.micro_batches,
-        ("omnibal", "pipeline", "plan"): path,
-    }
-    if config.get("train_batch_size", "auto") != "auto":
-        values["train_batch_size",] = plan.micro_batches * plan.layout.num_replicas
-    if section.pipeline.num_stages not in ("auto", plan.num_stages):  # auto is what the plan says
-        values["omnibal", "pipeline", "num_stages"] = plan.num_stages
-    own, planned = section.pipeline.encoder_on(plan.layout.num_devices), plan.layout.encoder
-    if own is not None and own != planned:  # left out, it is what the plan says
-        values["omnibal", "pipeline", "encoder"] = _encoder_key(planned)
-    if section.pipeline.num_tensor not in ("auto", plan.layout.num_tensor):
-        values["omnibal", "pipeline", "num_tensor"] = plan.layout.num_tensor
-    return values
-
-
-def _encoder_key(encoder: Encoder | None) -> dict[str, int] | str | None:
-    """``omnibal.pipeline.encoder`` of a ds_config that asks for this encoder."""
-    if encoder is None:
-        return None
-    if encoder.placement == "spread":
-        return "spread"
-    return {"num_stages": encoder.num_stages, "num_replicas": encoder.num_replicas}
-
-
 def layout_of(config: dict[str, Any], num_stages: int, num_replicas: int) -> Layout:
     zero_stage = config.get("zero_optimization", {}).get("stage", 0)
     if zero_stage not in (0, 1):
@@ -231,19 +205,14 @@ def dtype_of(config: dict[str, Any]) -> Precision:
 
 
 def micro_batches_of(config: dict[str, Any], plan: Plan | None = None) -> int:
-    """Micro-batches per step, by ``gradient_accumulation_steps``; left out or ``"auto"``, those of the plan, else 1."""
-    micro_batches = config.get("gradient_accumulation_steps", "auto")
+    """Micro-batches per step: the plan's, else ``gradient_accumulation_steps``, and 1 where that is left out."""
+    micro_batches = config.get("gradient_accumulation_steps", "auto") if plan is None else plan.micro_batches
     if micro_batches == "auto":
-        return 1 if plan is None else plan.micro_batches
+        return 1
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
         raise ConfigError(
             "gradient_accumulation_steps must be a positive integer (the micro-batches of a step), "
             f"got {micro_batches!r}"
-        )
-    if plan is not None and micro_batches != plan.micro_batches:
-        raise ConfigError(
-            f"gradient_accumulation_steps must be {plan.micro_batches}, the micro-batches of the plan, got "
-            f"{micro_batches}; leave it out or say 'auto'"
         )
     return micro_batches
 

@@ -218,8 +218,9 @@ class PipelineSection(Section):
     """``1f1b``, ``zero-bubble``, ``zero-bubble-lean``, or ``auto``: the plan's choice, ``1f1b`` without a plan. Beside
     an encoder with devices of its own it is the language model's, and transfers never block."""
     plan: UserPath | Literal["auto"] | None = None
-    """A plan.json; it takes the place of ``partition``, ``recompute`` and the packing limits. ``auto``, which `omnibal
-    plan --write` enters: the one in ``run.output``."""
+    """A plan.json; it takes the place of ``partition``, ``recompute``, the packing limits and the batch. Left out: the
+    one that `omnibal plan --write` has put into ``run.output``, if any; ``auto``: likewise, and no run begins without
+    one."""
 
     def encoder_on(self, num_devices: int) -> Encoder | None:
         """The encoder that is asked for in a run on so many devices."""
@@ -262,7 +263,7 @@ class RunFiles:
     folder: Path
     lengths: ClassVar = _File("lengths")  # a folder: the training samples' lengths, and what was measured of any data
     profile: ClassVar = _File("profile.json")  # what each layer costs
-    plan: ClassVar = _File("plan.json")  # what `omnibal plan` chose
+    plan: ClassVar = _File("plan.json")  # what `omnibal plan --write` chose, and training follows
     run_plan: ClassVar = _File("run_plan.json")  # what the run was begun with, and resumes under
     metrics: ClassVar = _File("metrics.jsonl")  # a line for each step and each evaluation
     monitor: ClassVar = _File("monitor")  # a folder: what DeepSpeed's monitors write
@@ -275,7 +276,7 @@ class RunFiles:
 
     @property
     def what_if(self) -> "RunFiles":
-        """Plans that were made, and not entered, while training follows another; and their profiles."""
+        """Plans that training does not follow, and profiles that the plan that it follows is not made from."""
         return RunFiles(self.folder / "what-if")
 
 

@@ -150,10 +150,8 @@ def resolve(workspace: Workspace, model: Any, num_processes: int) -> ResolvedRun
         _check_frozen_alike(source, vlm, frozen)
     folder = Path(source) if isinstance(source, str | Path) else None
     layout = workspace.layout_on(num_processes, "processes", len(vlm.records))
-    # DeepSpeed reads micro-batches from the ds_config, which may leave them to the plan.
-    config = workspace.config | {"gradient_accumulation_steps": workspace.micro_batches}
     partition = partition_of(section, workspace.named_plan, vlm.records, layout)
-    resolved = ResolvedRun(config, section, folder, vlm, layout, partition)
+    resolved = ResolvedRun(workspace.run_config, section, folder, vlm, layout, partition)
     check_run(resolved, partition)
     return resolved
 
@@ -249,7 +247,7 @@ def deepspeed_config_of(resolved: ResolvedRun, rank: int) -> DeepSpeedConfig:
     """The ds_config as DeepSpeed reads it on a rank, where the steps of the run may still be ``"auto"``."""
     layout, config = resolved.layout, resolved.config
     if layout.has_units:  # DeepSpeed's view is that of the rank's stage: its replicas, and its micro-batches of a step
-        check_batch(config, resolved.micro_batches, layout.num_replicas)
+        check_batch(config, layout.num_replicas)
         packs, layout = resolved.micro_batches * layout.num_replicas, layout.of_stage(layout.place(rank).stage)
         config = {**config, "gradient_accumulation_steps": packs // layout.num_replicas}
     # DeepSpeedConfig asks its mpu for nothing but the data-parallel ranks; the grid that knows them is yet to be made.

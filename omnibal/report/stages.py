@@ -155,33 +155,26 @@ def cut_of(boundaries: Sequence[int]) -> str:
     return " ".join(map(str, boundaries))
 
 
-def methods_table(methods: Mapping[str, Row], lower_bound_seconds: float) -> Table:
+def methods_table(methods: Mapping[str, Row]) -> Table:
     """The best partition of each method, and how far it is above what any partition can reach."""
 
     def slowest(row: Row) -> str:  # 1.00 where stages are even
         busy = [stage["busy_seconds"] for stage in row["stages"]]
         return f"{max(busy) / (sum(busy) / len(busy)):.2f}"
 
-    columns = [("method", "{method}"), *_cut_columns(lower_bound_seconds)]
-    columns += [("bubble", "{bubble_ratio:.1%}"), ("slowest / mean", slowest)]
-    table = table_of([{"method": method, **figures} for method, figures in methods.items()], columns, words=2)
-    table.add_section()
-    table.add_row("(lower bound)", "", milliseconds(lower_bound_seconds))
-    return table
-
-
-def candidates_table(candidates: Sequence[Row], lower_bound_seconds: float) -> Table:
-    """Boundaries and predicted seconds, in the order given."""
-    number: Column = ("", lambda row: f"{row['place'] + 1}")
-    return table_of(candidates, [number, *_cut_columns(lower_bound_seconds)], words=2)
-
-
-def _cut_columns(bound: float) -> list[Column]:
-    return [
+    columns: list[Column] = [
+        ("method", "{method}"),
         ("boundaries", lambda row: cut_of(row["boundaries"])),
         ("step ms", in_milliseconds("step_seconds")),
         ("over bound", lambda row: f"+{excess(row['step_seconds'], bound):.2%}" if bound else "–"),
+        ("bubble", "{bubble_ratio:.1%}"),
+        ("slowest / mean", slowest),
     ]
+    bound = next(iter(methods.values()))["lower_bound_seconds"]
+    table = table_of([{"method": method, **figures} for method, figures in methods.items()], columns, words=2)
+    table.add_section()
+    table.add_row("(lower bound)", "", milliseconds(bound))
+    return table
 
 
 def memory_table(stages: Sequence[StageMemory], budget_bytes: Sequence[int]) -> Table:

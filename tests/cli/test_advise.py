@@ -76,7 +76,7 @@ def test_the_answer_in_ten_lines(omnibal, lengths, tmp_path):
     assert any(
         line.startswith('set: train_sampling_strategy="group_by_length" (before transformers 5') for line in lines
     )
-    assert not any("balance(trainer" in line or "omnibal pack" in line for line in lines)
+    assert not any("balance(trainer" in line or "packs of all samples" in line for line in lines)
     assert (tmp_path / "advice.png").stat().st_size > 10_000
 
 
@@ -103,6 +103,14 @@ def test_json_and_the_page_say_the_same(omnibal, lengths, tmp_path):
     assert "data:image/png" in page
 
 
+@pytest.fixture
+def no_recompute(tmp_path):
+    """Options of somebody who trains by ZeRO 3 without gradient checkpointing, as their arguments say."""
+    arguments = {"deepspeed": {"zero_optimization": {"stage": 3}}, "gradient_checkpointing": False}
+    (tmp_path / "arguments.json").write_text(json.dumps(arguments))
+    return "--today", tmp_path / "arguments.json"
+
+
 @pytest.mark.usefixtures("few_steps")
 def test_layouts_are_one_table_behind_todays_answer(omnibal, lengths, tmp_path):
     options = ("--model", "InternVL3-1B", "--cluster", "2xA100-80GB", "--batch", 4, "--accumulation", 2, "--layouts")
@@ -126,9 +134,9 @@ def test_layouts_are_one_table_behind_todays_answer(omnibal, lengths, tmp_path):
 
 
 @pytest.mark.usefixtures("few_steps")
-def test_layouts_are_weighed_where_todays_recipe_could_not_run(omnibal, lengths):
+def test_layouts_are_weighed_where_todays_recipe_could_not_run(omnibal, lengths, no_recompute):
     options = ("--model", "InternVL3-1B", "--cluster", "2xA100-80GB", "--batch", 64, "--accumulation", 1, "--layouts")
-    layouts = json.loads(omnibal("advise", lengths, *options, "--no-recompute", "--json").stdout)["layouts"]
+    layouts = json.loads(omnibal("advise", lengths, *options, *no_recompute, "--json").stdout)["layouts"]
     assert [each["times_today"] for each in layouts["candidates"]] == [None] * len(layouts["candidates"])
     assert any(way.startswith("sequence parallelism") for way in layouts["would_fit"]) or not layouts["would_fit"]
 
@@ -196,6 +204,7 @@ def test_a_refusal_names_the_largest_assumption(refusal, annotations):
 
 def test_all_forms_are_measured_by_all_commands(omnibal, tmp_path):
     turns = [("human", "user", "What? " * 30), ("gpt", "assistant", "word " * 50)]
+    (tmp_path / "swift.yaml").write_text("train_type: full\npadding_free: true\ndeepspeed: zero3\n")
     answers = []
     for form in ("conversations", "messages"):
         path = tmp_path / f"{form}.jsonl"
@@ -206,9 +215,9 @@ def test_all_forms_are_measured_by_all_commands(omnibal, tmp_path):
         ]
         path.write_text("\n".join(map(json.dumps, records)))
         answers.append(
-            omnibal("advise", path, *RUN, "--batch", 2, "--accumulation", 2, "--batching", "flattened").stdout
+            omnibal("advise", path, *RUN, "--batch", 2, "--accumulation", 2, "--today", tmp_path / "swift.yaml").stdout
         )
-    assert f"omnibal lengths {tmp_path}/conversations.jsonl lengths --model FOLDER && omnibal pack" in answers[0]
+    assert f"omnibal lengths {tmp_path}/conversations.jsonl lengths --model FOLDER --limits " in answers[0]
     assert answers[1] == answers[0].replace("conversations.jsonl", "messages.jsonl")
 
 
@@ -268,9 +277,9 @@ def test_a_model_folder_brings_its_tokenizer_and_its_way_with_images(omnibal, de
     assert measured.llm_tokens.mean() == pytest.approx(exact.llm_tokens.mean(), rel=0.1)
 
 
-def test_even_samples_are_left_as_they_are(omnibal, tmp_path):
+def test_even_samples_are_left_as_they_are(omnibal, tmp_path, no_recompute):
     SampleLengths([1] * 64, [900] * 64).save(tmp_path)
-    text = omnibal("advise", tmp_path, *RUN, "--batch", 2, "--no-recompute").stdout
+    text = omnibal("advise", tmp_path, *RUN, "--batch", 2, *no_recompute).stdout
     assert "leave it as it is: nothing brings more than the estimate's error" in text
     assert "paste" not in text
 
@@ -289,7 +298,6 @@ def test_even_samples_are_left_as_they_are(omnibal, tmp_path):
         (("--today", "ddp", "--batch", "4"), "; what would fit: zero1 in place of ddp, or LoRA of rank 16; --pipeline"),
         (("--cluster", "A100-80GB", "--layouts"), "at least 2 devices for layouts to differ, got A100-80GB"),
         (("--plot", "a.pdf"), "--plot must end in .png or .html, got a.pdf"),
-        (("--batching", "packed"), "cutoff must say how many tokens a pack holds, got none"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_in_one_line(refusal, lengths, arguments, message):

@@ -5,7 +5,7 @@ from importlib.metadata import version
 
 import pytest
 
-from omnibal.cli.main import VERBS
+from omnibal.cli.main import MOVED, VERBS
 
 
 def test_help_names_every_verb_with_the_first_line_of_its_docstring(omnibal):
@@ -32,5 +32,6 @@ def test_a_verb_that_is_not_there(omnibal):
 
 
 def test_a_verb_of_before_says_what_to_type(refusal):
-    line = refusal("emulate", "plan.json", "--steps", 3)
-    assert line == "emulate is no command any more; use python -m tools.emulator, in omnibal's repository"
+    for verb, today in MOVED.items():
+        assert refusal(verb, "plan.json", "--steps", 3) == f"{verb} is no command any more; use {today}"
+    assert MOVED["partition"] == "omnibal plan CONFIG --explain"

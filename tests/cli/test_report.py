@@ -69,12 +69,13 @@ def test_a_run_alone_has_its_measured_part_alone(omnibal, tmp_path):
 
 @pytest.mark.usefixtures("few_steps")
 def test_a_ds_config_says_where_plan_and_run_are(omnibal, ds_config, monkeypatch, tmp_path):
+    monkeypatch.setattr("omnibal.cli.report.STEPS", 2)
     write_metrics(tmp_path / "run" / "metrics.jsonl")
     config = ds_config()
-    record = json.loads(omnibal("report", config, "--steps", 2, "--json").stdout)
+    record = json.loads(omnibal("report", config, "--json").stdout)
     text = (tmp_path / "run" / "report.html").read_text()
     assert "How uneven the work is" in text and "29 steps were measured" in text
-    assert (tmp_path / "run" / "plan.json").is_file()
+    assert (tmp_path / "run" / "what-if" / "plan.json").is_file()
     planned = json.loads(omnibal("plan", config, "--json").stdout)
     name, (today, own) = "the present configuration", record["others"].items()
     # What is done today is what `omnibal plan` compares with, not random batches that nobody asked for.
@@ -83,7 +84,7 @@ def test_a_ds_config_says_where_plan_and_run_are(omnibal, ds_config, monkeypatch
     for way, rate in (today, own):
         assert f"{fastest / rate:.2f}x the {rate:,.1f} samples/s of {way}".replace("'", "&#x27;") in text
     omnibal("plan", config, "--write")
-    followed = json.loads(omnibal("report", config, "--steps", 2, "--json").stdout)["others"]
+    followed = json.loads(omnibal("report", config, "--json").stdout)["others"]
     assert name not in followed and len(followed) == 1  # training follows the plan: it is no gain over itself
     monkeypatch.setattr(workspace, "devices_at_hand", lambda: None)
     path = ds_config(cluster=None, run={"output": str(tmp_path / "trained")})
@@ -139,5 +140,5 @@ def test_a_browser_shows_the_page(omnibal, inputs, tmp_path):
 
 @pytest.mark.usefixtures("few_steps")
 def test_a_page_about_few_samples_compares_with_a_step_of_all(omnibal, ds_config, tmp_path):
-    omnibal("report", ds_config(packing={"samples_per_step": 60}), "--steps", 2)
+    omnibal("report", ds_config(packing={"samples_per_step": 60}))
     assert "How uneven the work is" in (tmp_path / "run" / "report.html").read_text()

@@ -7,6 +7,8 @@ import pytest
 
 from omnibal import workspace
 from omnibal.cli.opening import open_workspace
+from omnibal.cli.plan_report import Explanation
+from omnibal.cli.planning import plan_of
 from omnibal.cluster import Cluster
 from omnibal.config import RunFiles
 from omnibal.data.lengths import SampleLengths
@@ -16,31 +18,42 @@ from omnibal.profile.records import ModelProfile
 pytestmark = pytest.mark.usefixtures("few_steps")
 
 
-def test_each_command_finds_or_makes_what_it_needs(omnibal, ds_config, tmp_path):
+@pytest.fixture
+def look(capsys):
+    """A step of the plan that commands find for a ds_config, or make, and what they say beside it."""
+
+    def run(config):
+        workspace = open_workspace(config)
+        explained = Explanation.of(workspace, plan_of(workspace))
+        return explained, capsys.readouterr().err
+
+    return run
+
+
+def test_each_command_finds_or_makes_what_it_needs(look, ds_config, tmp_path):
     config, folder = ds_config(), tmp_path / "run"
-    result = omnibal("simulate", config, "--json")
-    assert f"planned: {folder / 'plan.json'}" in result.stderr
-    plan = Plan.load(folder / "plan.json")
+    explained, said = look(config)
+    assert f"planned: {folder / 'what-if' / 'plan.json'}" in said
+    plan = Plan.load(folder / "what-if" / "plan.json")
     assert plan.cluster == Cluster.parse("4xA100-80GB")
     assert plan.made_from["lengths"] == SampleLengths.load(folder / "lengths").content_hash
     assert plan.made_from["profile"] == ModelProfile.load(folder / "profile.json").content_hash
-    record = json.loads(result.stdout)
-    assert record["profile"]["hash"] == plan.made_from["profile"]
-    assert record["micro_batches"] == plan.micro_batches
-    again = omnibal("simulate", config, "--json")
-    assert again.stderr == "" and json.loads(again.stdout) == record
+    assert explained.profile.content_hash == plan.made_from["profile"] and explained.plan == plan
+    again, said = look(config)
+    assert said == "" and again.figures == explained.figures
 
 
 @pytest.mark.parametrize("method", ["balanced", "random"])
-def test_whoever_has_the_plan_is_asked_for_nothing(omnibal, ds_config, tmp_path, method):
-    of_config = json.loads(omnibal("simulate", ds_config(packing={"method": method}), "--json").stdout)
-    of_plan = json.loads(omnibal("simulate", tmp_path / "run" / "plan.json", "--json").stdout)
-    assert of_plan == of_config
+def test_whoever_has_the_plan_is_asked_for_nothing(omnibal, look, ds_config, tmp_path, method):
+    omnibal("plan", ds_config(packing={"method": method}), "--write")
+    of_config, _ = look(tmp_path / "config.json")
+    of_plan = json.loads(omnibal("plan", tmp_path / "run" / "plan.json", "--json").stdout)
+    assert of_plan == json.loads(json.dumps(of_config.to_record())) | {"written": []}
 
 
-def test_what_was_made_from_something_else_is_made_anew(omnibal, demo, ds_config, tmp_path):
+def test_what_was_made_from_something_else_is_made_anew(omnibal, look, demo, ds_config, tmp_path):
     """Other data, another cluster, other frozen layers, a damaged file: each is noticed and said."""
-    plan = tmp_path / "run" / "plan.json"
+    plan = tmp_path / "run" / "what-if" / "plan.json"
     omnibal("plan", ds_config(), "--json")
     hashes = [Plan.load(plan).made_from["lengths"]]
     annotations = tmp_path / "part.jsonl"
@@ -51,26 +64,24 @@ def test_what_was_made_from_something_else_is_made_anew(omnibal, demo, ds_config
     lines = source.read_text().splitlines()
     for count in (30, 24):  # other data; then the same file with fewer lines
         annotations.write_text("\n".join(lines[:count]) + "\n")
-        result = omnibal("simulate", ds_config(data={"train": str(meta)}))
-        assert "plan.json is made anew: lengths changed" in result.stderr
+        assert "plan.json is made anew: lengths changed" in look(ds_config(data={"train": str(meta)}))[1]
         hashes.append(Plan.load(plan).made_from["lengths"])
     assert len(set(hashes)) == 3
     changed = {"data": {"train": str(meta)}}
-    result = omnibal("simulate", ds_config(**changed, cluster="2xH100-80GB"))
-    assert "profile.json is made anew: profile must be of H100-80GB, got A100-80GB" in result.stderr
-    assert "plan.json is made anew: costs, cluster changed" in result.stderr
+    _, said = look(ds_config(**changed, cluster="2xH100-80GB"))
+    assert "profile.json is made anew: profile must be of H100-80GB, got A100-80GB" in said
+    assert "plan.json is made anew: costs, cluster changed" in said
     changed |= {"cluster": "2xH100-80GB", "model": {"frozen": ["vision_block"]}}
-    result = omnibal("simulate", ds_config(**changed))
-    assert "profile.json is made anew: profile must fit this run, got frozen parts []" in result.stderr
+    _, said = look(ds_config(**changed))
+    assert "profile.json is made anew: profile must fit this run, got frozen parts []" in said
     plan.write_text("{")
-    result = omnibal("simulate", ds_config(**changed))
-    assert "plan.json is made anew: plan must be JSON" in result.stderr
-    assert omnibal("simulate", ds_config(**changed)).stderr == ""
+    assert "plan.json is made anew: plan must be JSON" in look(ds_config(**changed))[1]
+    assert look(ds_config(**changed))[1] == ""
 
 
-def test_a_plan_that_is_not_what_the_ds_config_asks_for_is_made_anew(omnibal, ds_config):
+def test_a_plan_that_is_not_what_the_ds_config_asks_for_is_made_anew(look, ds_config):
     changes = {"pipeline": {"num_stages": 2}, "packing": {}}
-    omnibal("simulate", ds_config(**changes))
+    look(ds_config(**changes))
     for part, change, name in (
         ("pipeline", {"num_stages": 4}, "number of stages"),
         ("pipeline", {"schedule": "1f1b"}, "schedule"),
@@ -78,23 +89,23 @@ def test_a_plan_that_is_not_what_the_ds_config_asks_for_is_made_anew(omnibal, ds
         ("packing", {"method": "random"}, "method of packing"),
     ):
         changes[part] |= change
-        assert f"plan.json is made anew: {name} changed" in omnibal("simulate", ds_config(**changes)).stderr
-        assert omnibal("simulate", ds_config(**changes)).stderr == ""
+        assert f"plan.json is made anew: {name} changed" in look(ds_config(**changes))[1]
+        assert look(ds_config(**changes))[1] == ""
     changes["pipeline"] |= {"num_stages": "auto", "schedule": "auto"}
-    assert omnibal("simulate", ds_config(**changes)).stderr == ""
+    assert look(ds_config(**changes))[1] == ""
 
 
 def test_a_command_may_name_what_it_takes_instead(omnibal, ds_config, token_lengths, tmp_path):
     config = ds_config()
     omnibal("profile", config, tmp_path / "mine.json")
     options = ("--profile", tmp_path / "mine.json", "--cluster", "8xA100-80GB", "--lengths", token_lengths[0])
-    record = json.loads(omnibal("simulate", config, "--present", *options, "--json").stdout)
-    assert record["cluster"] == "8xA100-80GB"
-    assert (record["layout"]["num_stages"], record["layout"]["num_replicas"]) == (2, 4)
+    plan = json.loads(omnibal("plan", config, *options, "--limits", "16,4096", "--json").stdout)["plan"]
+    assert (plan["layout"]["num_stages"], plan["layout"]["num_replicas"]) == (2, 4)
+    assert plan["made_from"]["lengths"] == SampleLengths.from_token_lengths(token_lengths[:1]).content_hash
     assert not (tmp_path / "run" / "plan.json").exists()
 
 
-@pytest.mark.parametrize("verb", ["plan", "partition", "simulate", "report", "profile"])
+@pytest.mark.parametrize("verb", ["plan", "report", "profile"])
 def test_without_a_cluster_it_says_how_to_give_one(refusal, ds_config, monkeypatch, verb):
     monkeypatch.setattr(workspace, "devices_at_hand", lambda: None)
     config = ds_config(cluster=None)
@@ -104,15 +115,15 @@ def test_without_a_cluster_it_says_how_to_give_one(refusal, ds_config, monkeypat
     )
 
 
-def test_the_devices_at_hand_are_the_cluster(omnibal, ds_config, monkeypatch):
+def test_the_devices_at_hand_are_the_cluster(ds_config, monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     assert workspace.devices_at_hand() == Cluster.parse("2xH200-141GB")
-    record = json.loads(omnibal("simulate", ds_config(cluster=None), "--present", "--json").stdout)
-    assert (record["cluster"], record["profile"]["device"]) == ("2xH200-141GB", "H200-141GB")
+    found = open_workspace(ds_config(cluster=None))
+    assert (str(found.cluster), found.profile.device) == ("2xH200-141GB", "H200-141GB")
 
 
 def test_a_measured_profile_stays_while_its_device_does(ds_config, demo, tmp_path):
@@ -135,7 +146,7 @@ def test_a_measured_profile_stays_while_its_device_does(ds_config, demo, tmp_pat
         ({"deepspeed": {"fp16": {"enabled": True}}}, "fp16.enabled must be false, got True"),
         ({"deepspeed": {"gradient_accumulation_steps": 0}}, "gradient_accumulation_steps must be a positive integer"),
         ({"deepspeed": {"bf16": True}}, "bf16 of a ds_config must be an object, got True"),
-        ({"pipeline": {"num_stages": 3}}, "num_stages must divide the 4 devices of the cluster 4xA100-80GB, got 3"),
+        ({"pipeline": {"num_stages": 3}}, "num_stages must divide the 4 devices, got 3"),
         ({"model": {"path": "nowhere"}}, "nowhere without config.json"),
         ({"model": {"path": None}}, "omnibal.model.path must name the model's folder, got none in "),
         ({"model": {"frozen": ["visoin"]}}, "got 'visoin'"),
@@ -147,7 +158,7 @@ def test_a_measured_profile_stays_while_its_device_does(ds_config, demo, tmp_pat
     ],
 )
 def test_a_wrong_ds_config_is_said_in_one_line(refusal, ds_config, changes, message):
-    line = refusal("simulate", ds_config(**changes), "--present")
+    line = refusal("plan", ds_config(**changes))
     assert message in line and "\n" not in line
 
 
@@ -166,19 +177,22 @@ def test_a_wrong_ds_config_is_said_in_one_line(refusal, ds_config, changes, mess
     ],
 )
 def test_a_wrong_cluster_is_said_in_one_line(refusal, ds_config, text, message):
-    line = refusal("simulate", ds_config(), "--present", "--cluster", text)
+    line = refusal("plan", ds_config(), "--cluster", text)
     assert message in line and "\n" not in line
 
 
 def test_a_plan_without_its_profile_says_what_is_missing(omnibal, refusal, ds_config, tmp_path):
-    omnibal("plan", ds_config())
-    alone = tmp_path / "alone" / "plan.json"
+    config, alone = ds_config(), tmp_path / "alone" / "plan.json"
+    omnibal("plan", config, "--write")
     alone.parent.mkdir()
     alone.write_bytes((tmp_path / "run" / "plan.json").read_bytes())
-    assert refusal("simulate", alone) == (
+    record = json.loads(omnibal("plan", alone, "--json").stdout)
+    assert record["step"] is not None  # of the data of the ds_config that it was made for
+    config.unlink()
+    assert refusal("plan", alone) == (
         f"--profile must name what {alone} was made from, got none, and none lies beside it"
     )
-    record = json.loads(omnibal("simulate", alone, "--profile", tmp_path / "run" / "profile.json", "--json").stdout)
+    record = json.loads(omnibal("plan", alone, "--profile", tmp_path / "run" / "profile.json", "--json").stdout)
     assert record["step"] is None  # packs as large as the limits allow
 
 

@@ -30,13 +30,13 @@ def test_json_that_cannot_be_read_is_named(refusal, demo, ds_config, tmp_path, k
     fixed_profile([1, 2, 3]).save(tmp_path / "profile.json")
     wrong = tmp_path / "wrong.json"
     wrong.write_bytes(content)
-    verbs = ("lengths", "pack", "profile", "partition", "plan", "simulate", "report", "export", "ask")
-    of_profile = ("partition", tmp_path / "profile.json", "--num-stages", 2, "--cluster", cluster_of(2))
+    verbs = ("lengths", "profile", "plan", "report", "export", "ask")
+    of_profile = ("plan", tmp_path / "profile.json", "--num-stages", 2, "--cluster", cluster_of(2))
     commands = [
         *((verb, wrong) for verb in verbs),
         (*of_profile, "--lengths", wrong),
-        ("simulate", ds_config(), "--present", "--profile", wrong),
-        ("simulate", ds_config(pipeline={"plan": str(wrong)})),
+        ("plan", ds_config(), "--profile", wrong),
+        ("plan", ds_config(pipeline={"plan": str(wrong)})),
         ("ask", demo.model, "--meta", wrong),
     ]
     for command in commands:
@@ -184,14 +184,14 @@ def test_a_plan_that_is_none_is_named(refusal, tmp_path, key, value, reason):
     fixed_profile([1, 2, 3]).save(tmp_path / "profile.json")
     plan = on_cluster(Plan(PackLimits(9, 4096), 4, Partition((0, 2, 3)), ("none",) * 3))
     (tmp_path / "plan.json").write_text(json.dumps(plan.to_record() | {key: value}))
-    line = refusal("simulate", tmp_path / "plan.json")
+    line = refusal("plan", tmp_path / "plan.json")
     assert "plan.json" in line and reason in line
 
 
 def test_a_plan_of_another_model_is_refused(refusal, tmp_path):
     fixed_profile([1, 2, 3, 4]).save(tmp_path / "profile.json")
     on_cluster(Plan(PackLimits(9, 4096), 4, Partition((0, 2, 3)), ("none",) * 3)).save(tmp_path / "plan.json")
-    assert refusal("simulate", tmp_path / "plan.json") == "plan must be of the profile's 4 layers, got 3"
+    assert refusal("plan", tmp_path / "plan.json") == "plan must be of the profile's 4 layers, got 3"
 
 
 @pytest.mark.parametrize(
@@ -241,6 +241,5 @@ def test_options_that_no_launcher_takes_are_refused(omnibal, tmp_path):
 )
 def test_no_device_holds_so_much_beside_the_model(refusal, ds_config, overhead, reason):
     record = f'{{"num_nodes": 1, "devices_per_node": 2, "device": "a100", "overhead_bytes": {overhead}}}'
-    for verb in ("plan", "simulate"):
-        line = refusal(verb, ds_config(), "--cluster", record)
-        assert reason in line and "\n" not in line
+    line = refusal("plan", ds_config(), "--cluster", record)
+    assert reason in line and "\n" not in line

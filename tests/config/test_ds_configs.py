@@ -12,7 +12,7 @@ from omnibal.data.limits import largest_load
 from omnibal.plan import Plan
 from omnibal.profile.counted import analytic_profile
 from omnibal.vlm import load_model
-from omnibal.workspace import Workspace
+from omnibal.workspace import Overrides, Workspace
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = {path.stem: path for path in sorted((ROOT / "ds_configs").glob("*gpu.json"))}
@@ -38,11 +38,12 @@ def in_repository(monkeypatch):
 def test_a_configuration_has_a_plan_that_fits(name, in_repository):
     from plans import LENGTHS
 
-    workspace = Workspace.read(CONFIGS[name])
+    plan = Plan.load(ROOT / "ds_configs" / "plans" / f"{name}.json")
+    workspace = Workspace.read(CONFIGS[name], overrides=Overrides(plan=plan))
     config, section = workspace.config, workspace.section
     model = load_model(section.model.path, section.model.lora, section.model.frozen)
-    plan, lengths = Plan.load(section.pipeline.plan), LENGTHS[name]()
-    assert Path(section.pipeline.plan).stem == name
+    lengths = LENGTHS[name]()
+    assert plan.made_from["ds_config"] == f"ds_configs/{name}.json"
     assert name.endswith(f"-{section.cluster.num_devices}gpu")
     assert plan.cluster == section.cluster
     layout = workspace.layout_on(section.cluster.num_devices, "processes", len(model.records))
@@ -61,7 +62,7 @@ def test_units_are_named_as_the_family_counts_them(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("ds_configs").symlink_to(ROOT / "ds_configs")
     for name, unit in (("qwen2.5-vl-7b-8gpu", "patches"), ("internvl3-8b-8gpu", "tiles")):
-        said = CliRunner().invoke(app, ["simulate", str(CONFIGS[name])]).stdout
+        said = CliRunner().invoke(app, ["plan", f"ds_configs/plans/{name}.json"]).stdout
         assert f" {unit} and " in said and "vision units" not in said
 
 

@@ -87,7 +87,7 @@ def test_steps_are_the_samplers(emulate, saved, tasks, token_lengths):
 @pytest.mark.usefixtures("few_steps")
 def test_a_ds_config_needs_nothing_more(emulate, ds_config, tasks, tmp_path):
     emulate(ds_config(), "--steps", 1)
-    assert tasks[0].plan == Plan.load(tmp_path / "run" / "plan.json")
+    assert tasks[0].plan == Plan.load(tmp_path / "run" / "what-if" / "plan.json")
     emulate(ds_config(pipeline={"recompute": "full"}), "--present", "--steps", 1)
     assert tasks[1].plan.recompute == ("full",) * 13
 

@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
-from typer.testing import CliRunner
 
 from omnibal import errors
 from omnibal import train as train_file
-from omnibal.cli.main import app
 from omnibal.cluster import Cluster
 from omnibal.config import layout_of
 from omnibal.cost import Load
@@ -25,7 +23,7 @@ from omnibal.planner.packings import Packing, spread_steps
 from omnibal.planner.prediction import predict
 from omnibal.profile.calibration import STEPS, Calibration
 from omnibal.profile.counted import analytic_profile
-from omnibal.profile.records import ModelProfile, every_layer
+from omnibal.profile.records import every_layer
 from omnibal.report.training import read_metrics
 from omnibal.train import train
 from omnibal.workspace import Workspace
@@ -137,9 +135,6 @@ def test_passes_of_stages_correct_the_costs_that_a_plan_is_made_with(tmp_path):
             assert sum(float(layer.forward_seconds(Load(3, 40, 400))) for layer in stage) == pytest.approx(1, rel=0.2)
 
     (tmp_path / "ds_config.json").write_text(json.dumps(configs[0]))
-    out, metrics = tmp_path / "corrected.json", tmp_path / "planned" / "metrics.jsonl"
-    result = CliRunner().invoke(
-        app, ["profile", str(tmp_path / "ds_config.json"), str(out), "--measured", str(metrics)]
-    )
-    assert result.exit_code == 0, result.output
-    assert ModelProfile.load(out).device == Calibration.load(metrics).device
+    workspace = Workspace.read(tmp_path / "ds_config.json")
+    found = Calibration.load(tmp_path / "planned" / "metrics.jsonl")
+    assert workspace.corrected_profile(found).device == found.device

@@ -52,10 +52,6 @@ def test_configurations_that_cannot_work(model, tmp_path):
         (changed(good, "pipeline", partition=[0, 3, 5, 10]), "stages of the partition must be 2.*got 3"),
         (changed(good, "pipeline", partition=[0, 12, 10]), "boundaries must start at 0 and increase"),
         (changed(good, "pipeline", recompute=["full"]), "recompute must have a level for each of 10 layers, got 1"),
-        (
-            changed(good, "pipeline", plan=str(plan)),
-            "gradient_accumulation_steps must be 7, the micro-batches of the plan, got 2; leave it out",
-        ),
         (changed(good, "pipeline", plan=str(tmp_path / "none.json")), "plan must be a readable file"),
         (changed(good, "packing", llm_token=3), "did you mean 'llm_tokens'"),
         (changed(good, "packing", llm_tokens=10, oversized="error"), "DataError: rank 0.*samples must keep the limits"),

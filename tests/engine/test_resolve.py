@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from omnibal.cluster import Cluster, Encoder, Layout
-from omnibal.config import OmnibalSection, keys_of_plan, layout_of
+from omnibal.config import OmnibalSection, layout_of
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, paper_limits
 from omnibal.demo import write_demo
@@ -109,11 +109,6 @@ def test_a_plan_of_a_spread_encoder_is_of_as_many_devices_as_the_run(tmp_path, v
         assert half == replace(layout_of({}, 2, 1), encoder=Encoder.on_all(2))
         with pytest.raises(ConfigError, match="layout of the plan must be that of the run, num_replicas 1"):
             workspace.resolve_plan(vlm.records, half, LENGTHS)
-    key = ("omnibal", "pipeline", "encoder")
-    assert key not in keys_of_plan({}, section(), plan, "auto")  # left out, it is what the plan says
-    assert keys_of_plan({}, section(pipeline={"encoder": {"num_replicas": 2}}), plan, "auto")[key] == "spread"
-    pipeline = replace(plan, layout=layout_of({}, 2, 2))
-    assert keys_of_plan({}, section(pipeline={"encoder": "spread"}), pipeline, "auto")[key] is None
 
 
 def test_methods_cut_encoder_and_language_model_apart(vlm):
@@ -231,16 +226,14 @@ def test_a_plan_file_takes_the_place_of_all(vlm, tmp_path):
     assert found == replace(plan, layout=layout_of(CONFIG, 2, 1)), "a plan without a cluster names no layout"
 
 
-def test_micro_batches_are_the_plans_unless_the_ds_config_says_them(vlm, tmp_path):
+def test_micro_batches_are_the_plans(tmp_path):
     plan = Plan(PackLimits(5, 2000), 4, Partition((0, 4, NUM_LAYERS)), ("none",) * NUM_LAYERS)
     plan.save(tmp_path / "plan.json")
     for named, micro_batches in (({}, 1), ({"plan": str(tmp_path / "plan.json")}, 4)):
         for config in ({}, {"gradient_accumulation_steps": "auto"}):
             assert Workspace(config, section(pipeline=named)).micro_batches == micro_batches
-    with pytest.raises(ConfigError, match="gradient_accumulation_steps must be 4, the micro-batches of the plan, got"):
-        Workspace({"gradient_accumulation_steps": 5}, section(pipeline=named)).resolve_plan(
-            vlm.records, layout_of({}, 2, 1), LENGTHS
-        )
+    followed = Workspace({"gradient_accumulation_steps": 5, "train_batch_size": 5}, section(pipeline=named))
+    assert followed.run_config == {"gradient_accumulation_steps": 4, "train_batch_size": "auto"}
 
 
 STAGE = StagePrediction(1.0, 2.0, 0.0, 0.1, 5, StageMemory(*range(9)))

@@ -46,12 +46,12 @@ LENGTHS: dict[str, Callable[[], SampleLengths]] = {
 
 
 def main(names: list[str]) -> None:
-    """Plan, and enter the plan in the configuration."""
+    """Plan for each configuration, into ds_configs/plans."""
     for name in names or LENGTHS:
         with TemporaryDirectory() as folder:
             LENGTHS[name]().save(Path(folder))
-            config, plan = Path("ds_configs", f"{name}.json"), Path("ds_configs", "plans", f"{name}.json")
-            app(["plan", str(config), "--lengths", folder, "--out", str(plan), "--write"], standalone_mode=False)
+            config, plan = f"ds_configs/{name}.json", f"ds_configs/plans/{name}.json"
+            app(["plan", config, "--lengths", folder, "--out", plan], standalone_mode=False)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from omnibal.cli.options import (
     JsonOption,
     LengthsOption,
     PictureOption,
-    PresentOption,
     ProfileOption,
     answer,
     check_picture,
@@ -61,6 +60,10 @@ REPLICA_COLUMNS: Final = (
     ("predicted", "{predicted_waiting_ratio:.1%}"),
     ("slowest in steps", "{times_slowest}"),
 )
+
+PresentOption = Annotated[
+    bool, typer.Option("--present", help="Take what the ds_config spells out, not the plan that was made for it.")
+]
 
 
 def emulate(

@@ -134,7 +134,8 @@ def plans(folder: Path) -> Iterator[tuple[str, Any]]:
         plan = command("plan", str(config), "--lengths", str(folder / "lengths"), *options)["plan"]
         of_hardware = ("version", "made_from", "cluster", "layout")
         yield f"plan {name}", {key: value for key, value in plan.items() if key not in of_hardware}
-        simulated = command("simulate", str(folder / name / "plan.json"), "--lengths", str(folder / "lengths"))
+        kept = str(folder / name / "what-if" / "plan.json")
+        simulated = command("plan", kept, "--lengths", str(folder / "lengths"))
         yield f"simulate {name}", {key: value for key, value in simulated.items() if "seconds" in key or "ratio" in key}
 
 

@@ -1,3 +1,5 @@
+"""`omnibal plan` of a plan that is there: a step of it, stage by stage."""
+
 import json
 from dataclasses import replace
 
@@ -11,6 +13,7 @@ from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, paper_limits
 from omnibal.pipeline.partition import Partition
+from omnibal.pipeline.search import METHODS, search_partition
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.plan import Plan
 from omnibal.planner.packings import spread_steps
@@ -43,7 +46,7 @@ def write_plan(
 def test_figures_are_those_of_the_simulated_step(omnibal, tmp_path):
     links = Links(0.5e9, latency_seconds=1.0)
     path = write_plan(tmp_path, (0, 4, 6), replicas=2, limits=(9, 4096), micro_batches=8, links=links)
-    record = json.loads(omnibal("simulate", path, "--json").stdout)
+    record = json.loads(omnibal("plan", path, "--json").stdout)
     loads = [Load([9] * 8, [4096] * 8)] * 2
     step = simulate_step(COSTS, Partition((0, 4, 6)), loads, Links(0.5e9, latency_seconds=1), zero_stage=1)
     assert record["step_seconds"] == pytest.approx(step.step_seconds)
@@ -59,26 +62,37 @@ def test_figures_are_those_of_the_simulated_step(omnibal, tmp_path):
 
 def test_a_plan_says_all(omnibal, tmp_path):
     path = write_plan(tmp_path, recompute=("full",) * 3 + ("none",) * 3)
-    record = json.loads(omnibal("simulate", path, "--json").stdout)
+    record = json.loads(omnibal("plan", path, "--json").stdout)
     assert record["limits"] == {"vision_units": 3, "llm_tokens": 100}
     assert record["micro_batches"] == 5
     # forward 1 + 2 + 3, input and weight gradients as much each, and the forward again
     assert [row["backward_seconds"] for row in record["stages"]] == [18, 30]
 
 
-def test_a_schedule_is_that_of_the_plan_or_the_one_named(omnibal, tmp_path):
-    path = write_plan(tmp_path, schedule="zero-bubble")
-    split, named = (
-        json.loads(omnibal("simulate", path, *more, "--json").stdout) for more in ((), ("--schedule", "1f1b"))
-    )
-    assert (split["schedule"], named["schedule"]) == ("zero-bubble", "1f1b")
+def test_the_schedule_is_that_of_the_plan(omnibal, tmp_path):
+    path = write_plan(tmp_path, (0, 4, 6), schedule="zero-bubble")
+    record = json.loads(omnibal("plan", path, "--json").stdout)
     plan, loads = Plan.load(path), [Load([3] * 5, [100] * 5)]
     expected = simulate_step(
         COSTS, plan.partition, loads, Links(5e9), zero_stage=1, recompute=plan.recompute, mode="overlap",
         schedule=plan.make_schedule(),
     )  # fmt: skip
-    assert split["step_seconds"] == pytest.approx(expected.step_seconds)
-    assert split["step_seconds"] < named["step_seconds"]
+    assert (record["schedule"], record["step_seconds"]) == ("zero-bubble", pytest.approx(expected.step_seconds))
+    assert record["step_seconds"] < record["cuts"]["search"]["step_seconds"]  # by 1F1B
+
+
+def test_cuts_of_all_methods_stand_beside_the_plans(omnibal, tmp_path):
+    path = write_plan(tmp_path, (0, 3, 6), micro_batches=8, limits=(9, 4096))
+    cuts = json.loads(omnibal("plan", path, "--json").stdout)["cuts"]
+    assert list(cuts) == list(METHODS)
+    assert cuts["uniform"]["boundaries"] == [0, 3, 6]
+    found = search_partition(COSTS, [Load([9] * 8, [4096] * 8, [4096**2] * 8)], 2, Links(5e9))
+    assert cuts["search"]["boundaries"] == list(found.best.partition.boundaries) == [0, 4, 6]
+    assert cuts["search"]["step_seconds"] == min(entry["step_seconds"] for entry in cuts.values())
+    assert (cuts["search"]["gap"], cuts["search"]["lower_bound_seconds"]) == (found.gap, found.lower_bound_seconds)
+    text = omnibal("plan", path).stdout
+    assert all(f" {method} " in text for method in METHODS)
+    assert "0 4 6" in text and "(lower bound)" in text and "cut at 0 3 6" in text
 
 
 def test_a_level_that_costs_do_not_know_counts_as_none(omnibal, tmp_path):
@@ -87,14 +101,14 @@ def test_a_level_that_costs_do_not_know_counts_as_none(omnibal, tmp_path):
     plan, records = Plan.load(tmp_path / "plan.json"), []
     for level in ("selective", "none"):
         replace(plan, recompute=(level,) * 6).save(tmp_path / "plan.json")
-        records.append(json.loads(omnibal("simulate", tmp_path / "plan.json", "--json").stdout))
+        records.append(json.loads(omnibal("plan", tmp_path / "plan.json", "--json").stdout))
     assert records[0] == records[1]
 
 
 def test_a_table_and_a_picture(omnibal, tmp_path):
     plot = tmp_path / "new" / "timeline.png"
     path = write_plan(tmp_path, (0, 2, 4, 6), limits=(9, 4096))
-    text = omnibal("simulate", path, "--plot", plot).stdout
+    text = omnibal("plan", path, "--plot", plot).stdout
     assert "5 micro-batches; equal packs of 9 vision units and 4,096 LLM tokens" in " ".join(text.split())
     assert str(plot) in text.replace("\n", "")
     with Image.open(plot) as picture:
@@ -103,9 +117,9 @@ def test_a_table_and_a_picture(omnibal, tmp_path):
 
 def test_many_replicas_are_drawn_as_the_fastest_and_the_slowest(omnibal, tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr("omnibal.cli.simulate.plot_timeline", lambda panels, path: drawn.append(list(panels)))
+    monkeypatch.setattr("omnibal.cli.plan_report.plot_timeline", lambda panels, path: drawn.append(list(panels)))
     for replicas in (1, 3, 4):
-        omnibal("simulate", write_plan(tmp_path, replicas=replicas), "--plot", "x.png")
+        omnibal("plan", write_plan(tmp_path, replicas=replicas), "--plot", "x.png")
     assert drawn[0] == [""]
     assert drawn[1] == ["replica 0", "replica 1", "replica 2"]
     assert [title.split(", ")[1] for title in drawn[2]] == ["the fastest", "the slowest"]
@@ -128,7 +142,7 @@ def test_real_packs_are_those_of_the_sampler(omnibal, by_tiles, token_lengths, t
     path = write_plan(
         tmp_path, (0, 1, 2), by_tiles, replicas=2, limits=(limits.vision_units, limits.llm_tokens), micro_batches=8
     )
-    record = json.loads(omnibal("simulate", path, *named, "--json").stdout)
+    record = json.loads(omnibal("plan", path, *named, "--json").stdout)
     step = record["step"]
     means = tuple(row["forward_seconds"] for row in record["stages"])
     assert means in {*zip(units[step].mean(axis=1), tokens[step].mean(axis=1), strict=True)}
@@ -137,12 +151,11 @@ def test_real_packs_are_those_of_the_sampler(omnibal, by_tiles, token_lengths, t
     assert sums[step] == np.sort(sums[looked_at])[len(looked_at) // 2]
 
 
-def test_what_cannot_be_simulated_is_refused(refusal, tmp_path):
+def test_what_cannot_be_shown_is_refused(refusal, tmp_path):
     path = write_plan(tmp_path)
-    assert refusal("simulate", path, "--plot", "picture.pdf") == (
+    assert refusal("plan", path, "--plot", "picture.pdf") == (
         "--plot must be a PNG, whose name ends in .png, got picture.pdf"
     )
-    line = refusal("simulate", tmp_path / "profile.json")
-    assert line == f"source must be a ds_config or a plan, got {tmp_path / 'profile.json'}, which is a profile"
+    assert refusal("plan", path, "--write").startswith("--write must be left out here, got True: ")
     (tmp_path / "profile.json").unlink()
-    assert refusal("simulate", path).startswith("--profile must name what")
+    assert refusal("plan", path).startswith("--profile must name what")
