@@ -147,7 +147,7 @@ class StageLinks:
         self._rank, self._device = rank, device
         self.activations_out, self.activations_in = Fan[Sender]([]), Fan[Receiver]([])
         self.gradients_out, self.gradients_in = Fan[Sender]([]), Fan[Receiver]([])
-        # StageLinks below even stages, then below odd ones, and of either in rounds where replicas differ: no process is in
+        # Links below even stages, then below odd ones, and of either in rounds where replicas differ: no process is in
         # two pairs of a round, as new_link demands.
         for kind in range(min(2, layout.num_stages - 1)):
             of_stages = [pairs_below(layout, stage) for stage in range(kind, layout.num_stages - 1, 2)]
