@@ -436,10 +436,10 @@ def _place_among_all(usable: Ids, left_out: Ids) -> Ids:
 
 
 def _loads(sample: Prepared, encoded: Encoded) -> Loads:
-    videos, sounds = sample.videos.loads, sample.sounds.loads
-    units, tokens, _, *further = summed(sample.loads, videos, sounds)
+    images, videos, sounds = sample.images.loads, sample.videos.loads, sample.sounds.loads
+    units, tokens, _, *further = summed(images, videos, sounds)
     # In ``encoded`` each image, each sound and each run of a video is still one token.
-    text = len(encoded.ids) - len(sample.loads) - len(sounds) - sum(len(load.runs) for load in videos)
+    text = len(encoded.ids) - len(images) - len(sounds) - sum(len(load.runs) for load in videos)
     return units, text + tokens, int(encoded.is_target[1:].sum()), *further
 
 

@@ -8,7 +8,7 @@ Pillow, as images' are.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -30,6 +30,7 @@ from omnibal.formats.videos import VideoFormat, video_header
 SETTINGS = (".json", ".jinja", ".txt", ".model")
 # dimensions of pixels where a processor pads every image to as many tiles
 PADDED_TILES = 5
+# Conversations by which a chat template is compared with ChatML.
 PROBES: Final = (
     Conversation((Turn("user", "question"), Turn("assistant", PROBE)), ()),
     Conversation((
@@ -37,7 +38,6 @@ PROBES: Final = (
         *(Turn("assistant", PROBE), Turn("user", "question"), Turn("assistant", PROBE)),
     ), (b"",)),
 )  # fmt: skip
-"""Conversations by which a chat template is compared with ChatML."""
 
 
 def load_part(auto_class: Any, folder: Path, **options: Any) -> Any:
@@ -53,29 +53,24 @@ def load_part(auto_class: Any, folder: Path, **options: Any) -> Any:
         raise ConfigError(f"model's folder must hold what {kind} reads, got {folder}: {said(error)}") from error
 
 
-class Clips(NamedTuple):
-    """The videos or the sounds of a sample: files, what their headers say, and what each brings."""
+class Media(NamedTuple):
+    """The images, videos or sounds of a sample: files, what their headers say, and what each brings."""
 
     files: tuple[Any, ...] = ()
     headers: tuple[Any, ...] = ()
     loads: tuple[Any, ...] = ()
 
 
-NO_CLIPS: Final = Clips()
-
-
 @dataclass(frozen=True)
 class Prepared:
-    """A sample whose text is not yet tokenised and whose files are not decoded; ``loads`` are each image's."""
+    """A sample whose text is not yet tokenised and whose files are not decoded."""
 
     rendered: Rendered
-    images: tuple[Picture, ...]
-    loads: tuple[ImageLoad, ...]
+    images: Media
+    videos: Media
+    sounds: Media
+    files: tuple[Picture, ...]  # of all three
     max_tiles: int | None
-    sizes: tuple[Size, ...]  # of each image, by its header
-    files: tuple[Picture, ...]  # of images, videos and sounds
-    videos: Clips = NO_CLIPS
-    sounds: Clips = NO_CLIPS
 
 
 class ModelFormat:
@@ -175,20 +170,16 @@ class ModelFormat:
         """Read the headers of a conversation's files, and render its text, or raise a ``ValueError``."""
         self.refuse_image_tokens(conversation)
         sizes = tuple(image_size(image, self.max_image_pixels) for image in conversation.images)
-        loads = self.image_loads(sizes, max_tiles)
-        prepared = Prepared(
-            self.render(conversation), conversation.images, loads, max_tiles, sizes, tuple(conversation.files)
-        )
+        images, videos, sounds = Media(conversation.images, sizes, self.image_loads(sizes, max_tiles)), Media(), Media()
+        rendered = self.render(conversation)
         if conversation.sounds:
             heard = tuple(map(sound_header, conversation.sounds))
-            sounds = Clips(conversation.sounds, heard, tuple(map(self.sounds.rule, heard)))
-            prepared = replace(prepared, sounds=sounds)
-        if not conversation.videos:
-            return prepared
-        headers = tuple(video_header(video, self.max_image_pixels) for video in conversation.videos)
-        clips = Clips(conversation.videos, headers, tuple(map(self.videos.rule, headers)))
-        texts = [self.videos.text(load) for load in clips.loads]
-        return replace(prepared, rendered=prepared.rendered.replaced(self.videos.token, texts), videos=clips)
+            sounds = Media(conversation.sounds, heard, tuple(map(self.sounds.rule, heard)))
+        if conversation.videos:
+            headers = tuple(video_header(video, self.max_image_pixels) for video in conversation.videos)
+            videos = Media(conversation.videos, headers, tuple(map(self.videos.rule, headers)))
+            rendered = rendered.replaced(self.videos.token, [self.videos.text(load) for load in videos.loads])
+        return Prepared(rendered, images, videos, sounds, tuple(conversation.files), max_tiles)
 
     def sample(self, prepared: Prepared, *, with_pixels: bool) -> dict[str, Any]:
         """A sample for training.
@@ -199,7 +190,7 @@ class ModelFormat:
             they are not wanted.
         """
         (encoded,) = encode(self.tokenizer, [prepared.rendered])
-        runs = {self.image_token_id: [load.llm_tokens for load in prepared.loads]} if self.family.sees else {}
+        runs = {self.image_token_id: [load.llm_tokens for load in prepared.images.loads]} if self.family.sees else {}
         runs |= {self.video_token_id: [run for load in prepared.videos.loads for run in load.runs]}
         runs |= {self.sound_token_id: [load.llm_tokens for load in prepared.sounds.loads]}
         for token, lengths in runs.items():
@@ -209,18 +200,18 @@ class ModelFormat:
             text |= self.videos.pixels(*prepared.videos)
         if prepared.sounds.files and with_pixels:
             text |= self.sounds.features(prepared.sounds.files, prepared.sounds.headers)
-        if not prepared.images or not with_pixels:
+        if not prepared.images.files or not with_pixels:
             return {**text, "pixel_values": None}
-        images = [self._decoded(*facts) for facts in zip(prepared.images, prepared.sizes, strict=True)]
+        images = [self._decoded(*facts) for facts in zip(*prepared.images[:2], strict=True)]
         return {**text, **self.pixels(images, prepared.max_tiles)}
 
     def check_decodes(self, prepared: Prepared) -> None:
         """Decode all that `sample` would; a ``ValueError`` where a file is not as its header says."""
-        for image, size in zip(prepared.images, prepared.sizes, strict=True):
+        for image, size in zip(*prepared.images[:2], strict=True):
             self._decoded(image, size)
-        for facts in zip(*prepared.videos, strict=True):
-            self.videos.decoded(*facts)
-        for sound, header in zip(prepared.sounds.files, prepared.sounds.headers, strict=True):
+        for video, header, load in zip(*prepared.videos, strict=True):
+            self.videos.decoded(video, header, load)
+        for sound, header in zip(*prepared.sounds[:2], strict=True):
             self.sounds.decoded(sound, header)
 
     def _decoded(self, image: Picture, size: Size) -> Image.Image:
@@ -279,8 +270,7 @@ class ModelFormat:
 
     def _wrapped(self, render: Render, conversation: Conversation) -> Rendered:
         """A conversation with the brackets of an image around each piece that a chat template writes alone."""
-        rendered = render(conversation)
-        return rendered.replaced(self.image_token, [self._image_text] * len(conversation.images))
+        return render(conversation).replaced(self.image_token, [self._image_text] * len(conversation.images))
 
 
 def _chat_template_of(folder: Path, tokenizer: Any) -> str | None:

@@ -171,7 +171,7 @@ def decoded(monkeypatch):
     """The samples that are decoded."""
     seen, check = [], ModelFormat.check_decodes
     monkeypatch.setattr(
-        ModelFormat, "check_decodes", lambda self, prepared: seen.append(prepared.images) or check(self, prepared)
+        ModelFormat, "check_decodes", lambda self, prepared: seen.append(prepared.images.files) or check(self, prepared)
     )
     return seen
 
