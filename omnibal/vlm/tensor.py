@@ -138,13 +138,13 @@ def share_layer(model: VisionLanguageModel, index: int, layer: nn.Module, ranks:
             _share_words(layer, linear, own.ranges[0], ranks)
             _mark_partial(module, name, slices, [])
         elif not isinstance(linear, nn.Linear):
-            _share_norm(linear, ranks, model, index)
+            assert hasattr(linear, "variance_epsilon"), "a norm of transformers over the width of all heads"
+            sizes = model.records[index].sizes
+            _become(linear, SharedRMSNorm, ranks=ranks, width=sizes["heads"] * sizes["head_dim"])
         elif cut.dim == 0:
             columns.setdefault(name.rpartition(".")[0], []).append(name)
         else:
-            total = shared.scattered if shared else partial(summed, ranks=ranks)
-            _make_row(linear, total)
-            _share_row_adapter(module, ranks, total)
+            _share_rows(module, linear, shared.scattered if shared else partial(summed, ranks=ranks), ranks)
     rows = [name for name, cut in cuts.items() if cut.dim == 1]
     for parent, children in columns.items():
         shared = tokens if parent.startswith(f"{BLOCK}.") else None
@@ -168,8 +168,7 @@ def _share_tokens(
     block.register_forward_hook(lambda block, args, output: tokens.whole(output))
     for name, module in block.named_modules(prefix=BLOCK):
         if type(module) is nn.Dropout and not any(name.startswith(f"{cut}.") for cut in cuts):  # no adapter's
-            module.__class__ = TokenDropout
-            cast(TokenDropout, module).tokens = tokens
+            _become(module, TokenDropout, tokens=tokens)
     # Gradients of what is whole come of the own tokens only.
     _mark_partial(block, BLOCK, slices, [])
     return tokens
@@ -229,46 +228,36 @@ def _mark_partial(module: nn.Module, place: str, slices: Mapping[str, Slice], ro
             setattr(parameter, PARTIAL, None)
 
 
-def _make_row(linear: nn.Linear, total: Callable[[Tensor], Tensor]) -> None:
-    linear.__class__ = RowLinear
-    cast(RowLinear, linear).total = total
+def _become(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> None:
+    """Let a module compute as ``kind`` does, whose weights are the same, with these attributes."""
+    module.__class__ = kind
+    for name, value in attributes.items():
+        setattr(module, name, value)
 
 
-def _share_row_adapter(module: nn.Module, ranks: TensorGroup, total: Callable[[Tensor], Tensor]) -> None:
-    """Of an adapter beside a row layer A is cut like the layer, and B, behind the sum over the ranks, is whole."""
-    for inner in getattr(module, "lora_A", {}).values():
-        _make_row(inner, total)
+def _share_rows(module: nn.Module, linear: nn.Linear, total: Callable[[Tensor], Tensor], ranks: TensorGroup) -> None:
+    # Of an adapter beside a row layer A is cut like the layer, and B, behind the sum over the ranks, is whole.
+    for row in (linear, *getattr(module, "lora_A", {}).values()):
+        _become(row, RowLinear, total=total)
     for dropout in getattr(module, "lora_dropout", {}).values():
         if isinstance(dropout, nn.Dropout):
-            dropout.__class__ = SharedDropout
-            cast(SharedDropout, dropout).ranks = ranks
+            _become(dropout, SharedDropout, ranks=ranks)
 
 
 def _share_words(layer: nn.Module, module: nn.Module, words: tuple[int, int], ranks: TensorGroup) -> None:
     """Tell an embedding or a head, and the layer around it, which words it has."""
     first, count = words[0], words[1] - words[0]
     if isinstance(module, nn.Embedding):
-        module.num_embeddings = count
-        module.__class__ = SharedEmbedding
-        shared = cast(SharedEmbedding, module)
-        shared.ranks, shared.first = ranks, first
+        _become(module, SharedEmbedding, num_embeddings=count, ranks=ranks, first=first)
     if hasattr(layer, "vocabulary"):
         cast(Any, layer).vocabulary = VocabularyPart(first, count, ranks)
-
-
-def _share_norm(norm: nn.Module, ranks: TensorGroup, model: VisionLanguageModel, index: int) -> None:
-    assert hasattr(norm, "variance_epsilon"), "a norm of transformers over the width of all heads"
-    sizes = model.records[index].sizes
-    norm.__class__ = SharedRMSNorm
-    shared = cast(SharedRMSNorm, norm)
-    shared.ranks, shared.width = ranks, sizes["heads"] * sizes["head_dim"]
 
 
 def _share_attention(module: nn.Module, model: VisionLanguageModel, index: int, ranks: TensorGroup) -> None:
     """Tell an attention module how many heads it has, where transformers' counts them itself."""
     if not hasattr(module, "head_dim"):
         return
-    sizes: Mapping[str, int] = model.records[index].sizes
+    sizes = model.records[index].sizes
     heads, _ = units_of(sizes, "heads", ranks.size, ranks.rank)
     attention = cast(Any, module)
     attention.num_heads, attention.embed_dim = len(heads), len(heads) * sizes["head_dim"]
