@@ -68,8 +68,7 @@ class Batches:
     """Micro-batches of some steps, shape (steps, ranks, micro-batches)."""
 
     loads: Load
-    real: Load
-    """What they hold without padding."""
+    real: Load  # what they hold without padding
     samples_per_step: float
 
     @property

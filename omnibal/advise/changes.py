@@ -9,20 +9,14 @@ from typing import Final
 import numpy as np
 
 from omnibal.advise.batches import Batching
-from omnibal.advise.estimate import (
-    DEVIATIONS,
-    MODEL_ERROR,
-    Estimate,
-    Recipe,
-    Scenario,
-    Speedup,
-)
+from omnibal.advise.estimate import DEVIATIONS, MODEL_ERROR, Estimate, Recipe, Scenario, Speedup, Way
 from omnibal.advise.fitting import refuse_impossible, what_fits
 from omnibal.advise.wait import Sharding
 from omnibal.data.limits import MOST, PackLimits
 from omnibal.errors import InfeasibleError, bytes_in_words
 from omnibal.plan import Plan
 
+TRAINER: Final = "ZeRO with a trainer's own settings"
 MOST_TRIED: Final = 12  # numbers of micro-batches that are tried, in about equal ratios
 MOST_ROUNDS: Final = 4  # in which settings are tried one after another; two to three bring something
 # Mean over largest load of packs: where it is less, a few large samples lie in packs of their own.
@@ -61,8 +55,7 @@ class TriedChange:
 
     name: str
     detail: str
-    gain: Speedup | None = None
-    """What it brings; None where it does not fit."""
+    gain: Speedup | None = None  # what it brings; None where it does not fit
     after: Estimate | None = None
     """The estimate with the change; None where it does not fit, or a pipeline runs it."""
     is_setting: bool = False
@@ -106,15 +99,13 @@ class Advice:
 
     @property
     def settings(self) -> Speedup:
-        count = sum(change.is_setting for change in self.adopted)
-        return Speedup() if self.settled is self.today else Speedup.of(self.today, self.settled, changes=count)
+        return self._from(self.today, self.settled, sum(change.is_setting for change in self.adopted))
 
     @property
     def beyond(self) -> Speedup:
         """What packs of ours and a pipeline bring on top of settings."""
         count = sum(not change.is_setting for change in self.adopted)
-        packs = Speedup.of(self.settled, self.after, changes=count) if self.takes_packs else Speedup()
-        return packs * self._pipeline
+        return self._from(self.settled, self.after if self.takes_packs else self.settled, count) * self._pipeline
 
     @property
     def replaced(self) -> tuple[TriedChange, ...]:
@@ -125,15 +116,7 @@ class Advice:
     @property
     def whole(self) -> Speedup:
         """What all changes that bring something bring together."""
-        packs = Speedup()
-        if self.after is not self.today:
-            packs = Speedup.of(self.today, self.after, changes=len(self.adopted))
-        return packs * self._pipeline
-
-    @property
-    def factor(self) -> float:
-        """Samples a second with all changes that bring something, in multiples of today's."""
-        return self.whole.factor
+        return self._from(self.today, self.after, len(self.adopted)) * self._pipeline
 
     @property
     def causes(self) -> list[tuple[str, float, float, float]]:
@@ -144,6 +127,9 @@ class Advice:
         return [
             (cause, shares[0][cause], shrunk[1] * shares[1][cause], shrunk[2] * shares[2][cause]) for cause in shares[0]
         ]
+
+    def _from(self, before: Estimate, after: Estimate, changes: int) -> Speedup:
+        return Speedup() if after is before else Speedup.of(before, after, changes=changes)
 
     @property
     def _pipeline(self) -> Speedup:
@@ -219,9 +205,15 @@ def _settings(now: Estimate) -> _Search:
     return search
 
 
-def settled(now: Estimate) -> Estimate:
-    """The estimate with all settings of a trainer that bring something, without packs of ours."""
-    return _settings(now).current
+def settings_alone(scenario: Scenario) -> Way:
+    """The cheapest alternative to a pipeline or to packs: ZeRO, with what a trainer has by its settings.
+
+    Settings are searched as `omnibal advise` searches its steps 0, from ZeRO 3 with single samples on.
+    """
+    ranks = scenario.cluster.num_devices
+    micro_batches = max(round(scenario.samples_per_step / ranks), 1)
+    asked = replace(scenario, samples_per_step=ranks * micro_batches, _batches={})
+    return Way.of(TRAINER, _settings(asked.estimate(Recipe("zero3", micro_batches=micro_batches))).current)
 
 
 def _packs(now: Estimate, settled: Estimate) -> tuple[_Search, Speedup | None]:
@@ -382,7 +374,7 @@ def _fastest(scenario: Scenario, recipes: list[Recipe], present: Recipe, *, leas
     ]  # fmt: skip
     if not fitting:
         return None
-    least = min(float(found.sample_seconds.mean()) for found in fitting)
+    least = min(found.sample_seconds.mean() for found in fitting)
     fast = [found for found in fitting if found.sample_seconds.mean() <= ALIKE * least]
     return min(fast, key=lambda found: abs(np.log(found.recipe.micro_batches / present.micro_batches)))
 

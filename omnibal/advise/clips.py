@@ -15,8 +15,7 @@ SIDES: Final = (1280, 1024, 896, 768, 672, 560, 448, 392, 336, 280, 224, 168, 11
 """Of the square that has as many pixels as a limit allows."""
 SECONDS: Final = (600, 300, 180, 120, 90, 60, 45, 30, 20, 15, 10, 5, 2)
 
-Loads = Callable[[Any], Any]
-"""From a header to a load, of videos or of sounds."""
+Loads = Callable[[Any], Any]  # from a header to a load, of videos or of sounds
 
 
 def clip_limits(model: Model, measured: MeasuredLengths, limits: PackLimits) -> list[str]:

@@ -1,5 +1,6 @@
-"""What one recipe takes and holds, estimated on drawn steps, and how much faster another is."""
+"""What one recipe takes and holds, estimated on drawn steps; how much faster another is, and how a gain is said."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final, Literal
@@ -13,6 +14,7 @@ from omnibal.cluster import Cluster
 from omnibal.cost import FloatArray
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
+from omnibal.errors import bytes_in_words
 from omnibal.profile.records import Level, ModelProfile
 
 CAUSES: Final = (
@@ -21,8 +23,7 @@ CAUSES: Final = (
 """What the devices' time goes to; the update of the weights is useful."""
 SOUND: Final = "waiting for others' sounds"
 """A further cause where a model hears and sees, and the encoder's where it hears alone."""
-DRAWS: Final = 8
-"""Times that samples are drawn anew, to learn how far chance moves an estimate."""
+DRAWS: Final = 8  # times that samples are drawn anew, to learn how far chance moves an estimate
 # Samples of a draw, and steps of a draw; a step of more than MOST_SAMPLES samples is a draw of its own.
 LEAST_SAMPLES, LEAST_STEPS, MOST_SAMPLES = 1024, 2, 16_384
 # Share of an estimated factor that it may be off by beside chance; tools/advise/RESULTS.md has what was measured.
@@ -71,18 +72,15 @@ class Scenario:
 
     lengths: SampleLengths
     profile: ModelProfile
-    cluster: Cluster
-    """Every device is a rank."""
-    samples_per_step: int
-    """Samples of all ranks, where packs do not decide it."""
+    cluster: Cluster  # every device is a rank
+    samples_per_step: int  # samples of all ranks, where packs do not decide it
     adapted: ModelProfile | None = None
     """What the layers would cost with adapters, where these are not trained already."""
     spares_rows: bool = False
     """Whether the head can work on target rows alone: the trainer's drop-in does so, and lengths tell them."""
     offered: tuple[Batching | Literal["head"], ...] = ()
     """What the trainer has by one setting or call, without packs of ours: ways to batch, and a head on target rows."""
-    cutoff: int | None = None
-    """Tokens of the trainer's own packs, where ``offered`` has them."""
+    cutoff: int | None = None  # tokens of the trainer's own packs, where offered has them
     precision: TrainingPrecision = USUAL
     _batches: dict[Recipe, tuple[Batches, ...]] = field(default_factory=dict)
 
@@ -132,6 +130,10 @@ class Scenario:
         # The planner counts every token as a target, so even packs do, too.
         loads = (samples.all_rows.load for samples in self.draws)
         return tuple(np.stack([cost(load) for cost in parts], axis=1) for load in loads)
+
+    def samples(self, draw: int) -> Samples:
+        """The samples of a draw, as the head works on them where packs are trained."""
+        return self.draws[draw] if self.spares_rows else self.draws[draw].all_rows
 
     def batches(self, recipe: Recipe, draw: int) -> Batches:
         shape = {"num_ranks": self.cluster.num_devices, "micro_batches": recipe.micro_batches}
@@ -254,8 +256,7 @@ class Speedup:
     """Samples a second in multiples of those before, and how far that may be off."""
 
     factor: float = 1.0
-    error: float = 0.0
-    """Chance, the model's error, and samples that were not seen."""
+    error: float = 0.0  # chance, the model's error, and samples that were not seen
 
     @classmethod
     def of(cls, before: Estimate, after: Estimate, *, changes: int = 1) -> "Speedup":
@@ -275,3 +276,43 @@ class Speedup:
 
     def __str__(self) -> str:
         return f"{self.factor:.2f} ± {self.error:.2f}"
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train, in words, and its samples a second where they are to be said."""
+
+    name: str
+    samples_per_second: float | None = None
+    lacks: str = ""  # why nobody can train so
+
+    @classmethod
+    def of(cls, name: str, estimate: Estimate) -> "Way":
+        """A way of data parallelism, as it is estimated."""
+        name = f"{name} ({estimate.recipe.text})"
+        if not estimate.fits:
+            return cls(name, None, f"does not fit: {bytes_in_words(estimate.missing_bytes)} are missing")
+        return cls(name, estimate.samples_per_second)
+
+
+def gain_in_words(gains: Sequence[tuple[float | Speedup, Way]]) -> str:
+    """Samples a second in multiples of those of other ways: today's first, then the cheapest alternative's.
+
+    >>> gain_in_words([(1.04, Way("the present configuration", 15.3)), (1.07, Way("ZeRO", 14.9))])
+    '1.04x the 15.3 samples/s of the present configuration, 1.07x the 14.9 samples/s of ZeRO'
+    >>> gain_in_words([(2.5, Way("random batches")), (1.02, Way("group_by_length"))])
+    '2.50x the samples a second of random batches, 1.02x those of group_by_length'
+    """
+    found = list[str]()
+    for factor, way in gains:
+        times = f"{factor:.2f}x" if isinstance(factor, float) else f"{factor}x"
+        plain = "those" if found else "the samples a second"
+        rate = plain if way.samples_per_second is None else f"the {way.samples_per_second:,.1f} samples/s"
+        found.append(f"{times} {rate} of {way.name}")
+    return ", ".join(found)
+
+
+def gain_over(samples_per_second: float, ways: Sequence[Way]) -> str:
+    """The gain of so many samples a second over ways whose rates are known, and which others cannot be taken."""
+    known = [(samples_per_second / way.samples_per_second, way) for way in ways if way.samples_per_second is not None]
+    return "; ".join([gain_in_words(known), *(f"{way.name} {way.lacks}" for way in ways if way.lacks)]).lstrip("; ")

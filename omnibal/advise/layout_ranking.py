@@ -1,39 +1,47 @@
-"""Which layouts of a kind are worth a simulation: a formula ranks all of them in microseconds each."""
+"""Which layouts of a kind are worth a simulation: a formula ranks all of them in microseconds each.
+
+A step of a pipeline takes about ``(micro_batches + FILL · (stages - 1)) · slowest stage``, and the sums of gradients.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product, zip_longest
+from operator import add
 from typing import Final, Literal, NamedTuple
 
+import numpy as np
+
 from omnibal.advise.estimate import Scenario
-from omnibal.advise.layout_formula import PartCounts, StepFormula
-from omnibal.cluster import Cluster, Encoder, Layout
-from omnibal.cost import Load
+from omnibal.cluster import Cluster, Encoder, Layout, Links
+from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.families.base import encoder_layers
+from omnibal.memory.footprint import TrainingState
+from omnibal.pipeline.optimize import least_maximum
+from omnibal.pipeline.problem import differences
 from omnibal.pipeline.spread import split_profile
 from omnibal.planner.allocation import ModuleCost, allocate
 from omnibal.planner.packings import PlanRequest
 from omnibal.profile.records import Level, ModelProfile
 
 PipelineKind = Literal["pipeline", "tensor", "spread", "units"]
-DEGREES: Final = (1, 2, 4, 8)
-"""Tensor degrees that are tried, as far as their ranks lie in one node."""
+DEGREES: Final = (1, 2, 4, 8)  # tensor degrees that are tried, as far as their ranks lie in one node
 MOST_STAGES: Final = 32
 """Most stages that are tried: deeper pipelines are hardly ever run, and take longest to simulate."""
-LARGEST_PACK: Final = 8
-"""Samples of the largest packs for which devices are allocated to units."""
+LARGEST_PACK: Final = 8  # samples of the largest packs for which devices are allocated to units
 MOST_ALIKE: Final = 3
 """Ranked layouts that may have the LLM and the number of micro-batches alike, with other encoders."""
 FACTORS: Final = 2**9 * 3**3 * 5**2 * 7
 """Replicas of units are divisors of this number: few others have many encoders or LLMs that divide them."""
-MOST_ALLOCATED: Final = 128
-"""Allocations of devices to units of each size of packs."""
+MOST_ALLOCATED: Final = 128  # allocations of devices to units of each size of packs
 LEVELS_TRIED: Final[tuple[Level, ...]] = ("none", "full")
+FILL: Final = 1 / 3
+"""Bubble of a zero-bubble schedule in that of 1F1B, ``(stages - 1) · slowest``, where F, B and W take equally long
+(Qi et al., ICLR 2024): the formula ranks what the best schedule may do."""
 
 
 class RankedLayout(NamedTuple):
@@ -54,9 +62,9 @@ class LayoutRanking:
     profiles: Callable[[int, int], ModelProfile]
     num_stages: int | None = None
     """Stages that every pipeline has; None: any number. Those of units count the encoder's."""
-    _counts: dict[tuple[int, int], tuple[PartCounts, PartCounts]] = field(default_factory=dict)
     refused: dict[tuple[int, int], str] = field(default_factory=dict)
     """Why the tensor degrees (encoder, LLM) that were tried in vain cannot be."""
+    _counts: dict[tuple[int, int], tuple[PartCounts, PartCounts]] = field(default_factory=dict)
     _profiles: dict[tuple[int, int], ModelProfile] = field(default_factory=dict)
 
     def rank(self, kind: PipelineKind, missing: list[int]) -> list[RankedLayout]:
@@ -86,22 +94,20 @@ class LayoutRanking:
 
     def layouts_of(self, kind: PipelineKind) -> Iterator[tuple[Layout, int, Level]]:
         """Every layout of a kind other than units, with micro-batches and what a spread encoder recomputes."""
-        for layout, level in self._whole_layouts(kind):
-            yield from ((layout, micro_batches, level) for micro_batches in self.micro_batches(layout))
-
-    def _whole_layouts(self, kind: PipelineKind) -> Iterator[tuple[Layout, Level]]:
-        degrees = degrees_within(self._cluster)
-        if kind in ("pipeline", "tensor"):
+        degrees, devices = degrees_within(self._cluster), self._cluster.num_devices
+        found = list[tuple[Layout, Level]]()
+        if kind == "spread":
+            for language, encoder in product(degrees, degrees):
+                if encoder <= language and devices % encoder == 0 and self.counts(encoder, language):
+                    spread = Encoder(0, devices // encoder, encoder, "spread")
+                    layouts = self._pipelines(language, self.num_layers - self.border)
+                    found += product((replace(layout, encoder=spread) for layout in layouts), LEVELS_TRIED)
+        else:
             for degree in [1] if kind == "pipeline" else degrees[1:]:
                 if self.counts(degree, degree):
-                    yield from ((layout, "none") for layout in self._pipelines(degree, self.num_layers))
-            return
-        for language, encoder in product(degrees, degrees) if kind == "spread" else ():
-            if encoder <= language and self.counts(encoder, language) and self._cluster.num_devices % encoder == 0:
-                copies = self._cluster.num_devices // encoder
-                for layout in self._pipelines(language, self.num_layers - self.border):
-                    spread = replace(layout, encoder=Encoder(0, copies, encoder, "spread"))
-                    yield from ((spread, level) for level in LEVELS_TRIED)
+                    found += [(layout, "none") for layout in self._pipelines(degree, self.num_layers)]
+        for layout, level in found:
+            yield from ((layout, micro_batches, level) for micro_batches in self.micro_batches(layout))
 
     def _pipelines(self, degree: int, most_stages: int) -> Iterator[Layout]:
         """Pipelines on all devices, of every number of stages that divides them."""
@@ -111,27 +117,21 @@ class LayoutRanking:
             if left == 0 and ranks % stages == 0 and self.num_stages in (None, stages):
                 yield self.layout(stages, ranks // stages, degree)
 
-    def formula_seconds(self, layout: Layout, micro_batches: int, level: Level) -> float:
-        counts = self.counts(*degrees_of(layout))
-        assert counts is not None, "layouts are made of degrees that were counted"
-        return self._formula.seconds(*counts, layout, micro_batches, level)
-
     def _units(self, missing: list[int]) -> Iterator[tuple[Layout, int, Level]]:
         """DistTrain's allocations for packs of several sizes, each part with and without recomputation."""
-        degrees = degrees_within(self._cluster)
+        degrees, devices = degrees_within(self._cluster), self._cluster.num_devices
         counted = {degree: counts for degree in degrees if (counts := self.counts(degree, degree))}
         if counted[1][0].seconds == 0:  # text alone leaves an encoder's devices idle
             return
-        replicas = [count for count in range(1, self._cluster.num_devices) if FACTORS % count == 0]
+        replicas = [count for count in range(1, devices) if FACTORS % count == 0]
         for samples, *levels in product(_doubling(LARGEST_PACK), LEVELS_TRIED, LEVELS_TRIED):
-            num_packs = self.scenario.samples_per_step // samples
             modules = [
                 _module_cost(name, {degree: counts[part] for degree, counts in counted.items()}, samples, level)
                 for part, (name, level) in enumerate(zip(("vision", "language"), levels, strict=True))
             ]
             try:
                 found = allocate(
-                    modules, self._cluster.num_devices, global_batch=max(num_packs, 1),
+                    modules, devices, global_batch=max(self.scenario.samples_per_step // samples, 1),
                     device_memory_bytes=self._formula.room, degrees=counted, replicas=replicas, most=MOST_ALLOCATED,
                 )  # fmt: skip
             except InfeasibleError as lacking:
@@ -146,6 +146,11 @@ class LayoutRanking:
                     for count in self.micro_batches(layout):
                         if count * layout.num_replicas % own.num_replicas == 0:
                             yield layout, count, "none"
+
+    def formula_seconds(self, layout: Layout, micro_batches: int, level: Level) -> float:
+        counts = self.counts(*degrees_of(layout))
+        assert counts is not None, "layouts are made of degrees that were counted"
+        return self._formula.seconds(*counts, layout, micro_batches, level)
 
     @property
     def _cluster(self) -> Cluster:
@@ -173,8 +178,7 @@ class LayoutRanking:
 
     @cached_property
     def mean_sample(self) -> Load:
-        samples = self.scenario.draws[0]
-        return (samples if self.scenario.spares_rows else samples.all_rows).load.mean()
+        return self.scenario.samples(0).load.mean()
 
     def profile(self, encoder: int, language: int) -> ModelProfile:
         if (encoder, language) not in self._profiles:
@@ -234,9 +238,8 @@ def _doubling(most: int) -> list[int]:
 
 def _module_cost(name: str, counts: Mapping[int, PartCounts], samples: int, level: Level) -> ModuleCost:
     """A part of the model with packs of so many samples in place of samples; ``counts`` are by tensor degree."""
-    whole, trained = counts[1], counts[1].kept > 0
-    ratio = 2.0 if trained else 0.0  # only the sum of forward and backward pass counts here
-    again = level == "full"
+    whole, again = counts[1], level == "full"
+    ratio = 2.0 if whole.kept > 0 else 0.0  # of a trained part; only the sum of forward and backward pass counts here
     return ModuleCost(
         name,
         {degree: samples * (part.seconds + again * part.recompute) / (1 + ratio) for degree, part in counts.items()},
@@ -246,3 +249,180 @@ def _module_cost(name: str, counts: Mapping[int, PartCounts], samples: int, leve
         activation_bytes=samples * (whole.kept_recomputed if again else whole.kept),
         num_layers=min(whole.num_layers, MOST_STAGES),
     )
+
+
+@dataclass(frozen=True)
+class PartCounts:
+    """What a part of the model costs per sample, on each of the devices that share its layers."""
+
+    passes: tuple[float, ...]  # seconds of every layer, forward and backward
+    recomputed: tuple[float, ...]  # seconds that full recomputation adds to every layer
+    kept: float  # bytes that autograd keeps without recomputation
+    kept_recomputed: float
+    state: float  # bytes of weights and gradients, whatever the replicas
+    shared: float  # bytes of optimizer state, divided by the replicas
+    gradients: float  # bytes that replicas add up after a step
+    sent: float  # bytes that pass a cut behind the first layers
+    update: float  # seconds of the optimizer, divided by the replicas
+    num_layers: int
+
+    @classmethod
+    def of(cls, profile: ModelProfile, sample: Load, layout_of: Callable[[int], Layout]) -> PartCounts:
+        """Counts for one sample; ``layout_of`` makes the layout of so many replicas."""
+        layers, evaluated = profile.layers[profile.frozen_front :], dict[CostModel, float]()
+
+        def value(cost: CostModel) -> float:
+            if cost not in evaluated:
+                evaluated[cost] = float(cost(sample))
+            return evaluated[cost]
+
+        passes = [
+            value(layer.forward_seconds) + (value(layer.backward_seconds) + value(layer.weight_seconds)) * trained
+            for trained, part in ((False, profile.layers[: profile.frozen_front]), (True, layers))
+            for layer in part
+        ]
+        # TrainingState adds up what replicas share and what they do not: two numbers of replicas tell them apart.
+        one, two = (float(TrainingState(profile, layout_of(count)).whole[0, -1]) for count in (1, 2))
+        again = [value(layer.recompute_seconds["full"]) for layer in layers]
+        return cls(
+            passes=tuple(passes),
+            recomputed=(0.0,) * profile.frozen_front + tuple(again),
+            kept=sum(value(layer.saved_bytes["none"]) for layer in layers),
+            kept_recomputed=sum(value(layer.saved_bytes["full"]) for layer in layers),
+            state=2 * two - one,
+            shared=2 * (one - two),
+            gradients=sum(layer.gradient_bytes for layer in profile.layers),
+            sent=value(profile.layers[0].output_bytes),
+            update=sum(layer.optimizer_seconds for layer in profile.layers),
+            num_layers=len(profile.layers),
+        )
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.passes)
+
+    @property
+    def recompute(self) -> float:
+        return sum(self.recomputed)
+
+    def stage_state(self, layout: Layout) -> float:
+        """Bytes of weights, gradients and optimizer state on a device of a mean stage."""
+        return (self.state + self.shared / layout.num_replicas) / layout.num_stages
+
+    def __add__(self, other: PartCounts) -> PartCounts:
+        return PartCounts(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+    def stage_seconds(self, in_flight: FloatArray, samples: float, room: float) -> float:
+        """Seconds of the slowest stage for a micro-batch of so many samples, recomputing as little as fits.
+
+        ``in_flight`` are the micro-batches that each stage keeps.
+        """
+        num_stages = len(in_flight)
+        everything, least = (in_flight * samples * kept / num_stages for kept in (self.kept, self.kept_recomputed))
+        # A partition gives fewer layers to the first stages, which keep most: the mean stage must fit.
+        if (missing := float(least.mean()) - room) > 0:
+            raise InfeasibleError("all layers recomputed must fit", missing_bytes=round(missing))
+        share = float(np.clip((everything - room) / np.maximum(everything - least, 1), 0, 1).mean())
+        kept = _slowest_stage(self.passes, num_stages)
+        again = _slowest_stage(tuple(map(add, self.passes, self.recomputed)), num_stages) if share else kept
+        return samples * (kept + share * (again - kept))
+
+
+@lru_cache(maxsize=1024)
+def _slowest_stage(passes: tuple[float, ...], num_stages: int) -> float:
+    sums = np.cumsum((0.0, *passes))
+    return least_maximum(np.stack([differences(sums)] * num_stages))[0]
+
+
+@dataclass(frozen=True, eq=False)
+class StepFormula:
+    """About what a step of a layout takes. A stage is a mean one in memory and the slowest one in seconds."""
+
+    cluster: Cluster
+    samples_per_step: int
+    largest_sample: float  # seconds of the longest sample of a step over those of a mean one
+    room: float  # bytes of a device for the model and what it keeps
+    _known_links: dict[Layout, Links] = field(default_factory=dict)
+
+    def seconds(
+        self, vision: PartCounts, language: PartCounts, layout: Layout, micro_batches: int, level: Level
+    ) -> float:
+        """Seconds of a step; ``level`` is what a spread encoder recomputes.
+
+        Raises:
+            InfeasibleError: A mean stage with all layers recomputed does not fit.
+        """
+        samples = self.samples_per_step / (layout.num_replicas * micro_batches)
+        if layout.encoder is None:
+            return self._pipeline(vision + language, layout, micro_batches, samples)
+        if layout.encoder.placement == "own":
+            return self._units(vision, language, layout, micro_batches, samples)
+        encoder, behind = layout.parts
+        share = self.samples_per_step / encoder.num_replicas
+        kept, again = (vision.kept, 0.0) if level == "none" else (vision.kept_recomputed, vision.recompute)
+        encoding, beside = share * (vision.seconds + again), vision.stage_state(encoder) + share * kept
+        rest = self._pipeline(language, behind, micro_batches, samples, beside)
+        return encoding + self._sums(vision, encoder, encoding) + rest
+
+    def _pipeline(
+        self, part: PartCounts, layout: Layout, micro_batches: int, samples: float, beside: float = 0.0
+    ) -> float:
+        """Seconds of one pipeline whose devices hold ``beside`` bytes more."""
+        room = self.room - beside - part.stage_state(layout)
+        slowest = part.stage_seconds(_in_flight(layout.num_stages, micro_batches), samples, room)
+        pace = max(slowest, self._transfer(part, layout, samples))
+        return pace * micro_batches + self._fill(part, layout, slowest, samples) + self._sums(part, layout, slowest)
+
+    def _units(
+        self, vision: PartCounts, language: PartCounts, layout: Layout, micro_batches: int, samples: float
+    ) -> float:
+        encoder, behind = layout.parts
+        # LLM replicas that an encoder works for; it has as many micro-batches in flight for each stage behind it.
+        served = behind.num_replicas / encoder.num_replicas
+        in_flight = behind.num_stages * served + np.arange(encoder.num_stages, 0.0, -1)
+        encoding = vision.stage_seconds(in_flight, samples, self.room - vision.stage_state(encoder))
+        in_flight = _in_flight(behind.num_stages, micro_batches)
+        seconds = language.stage_seconds(in_flight, samples, self.room - language.stage_state(behind))
+        fill = self._fill(language, behind, seconds, samples) + 2 * self._transfer(vision, behind, samples)
+        # Encoders run 1F1B, whose bubbles nothing fills. One that serves several replicas makes the last of them wait.
+        turns = (1 + 2 * max(served, 1)) / 3
+        waits = encoding * self._uneven(samples) * (encoder.num_stages - 1 + turns)
+        paces = encoding * served * micro_batches + FILL * seconds, seconds * micro_batches + waits
+        return max(paces) + fill + max(self._sums(vision, encoder, encoding), self._sums(language, behind, seconds))
+
+    def _fill(self, part: PartCounts, layout: Layout, seconds: float, samples: float) -> float:
+        """Seconds in which stages wait for the largest micro-batch to pass all others, there and back.
+
+        ``seconds`` is what a mean micro-batch takes on a stage.
+        """
+        passing = FILL * seconds * self._uneven(samples) + 2 * self._transfer(part, layout, samples)
+        return (layout.num_stages - 1) * passing
+
+    def _uneven(self, samples: float) -> float:
+        """The largest of even micro-batches of so many samples over a mean one."""
+        return max(self.largest_sample / samples, 1.0)
+
+    def _transfer(self, part: PartCounts, layout: Layout, samples: float) -> float:
+        return samples * part.sent / self._links(layout).bandwidth_bytes_per_second if layout.num_stages > 1 else 0.0
+
+    def _sums(self, part: PartCounts, layout: Layout, seconds: float) -> float:
+        """Seconds of the optimizer, of sums of gradients, and of updated weights coming back, that nothing hides.
+
+        ``seconds`` is what a micro-batch takes on a stage, a third of it forward.
+        """
+        update = part.update / (layout.num_stages * layout.num_replicas)
+        if layout.num_replicas == 1:
+            return update
+        once = part.gradients / (layout.num_stages * self._links(layout).between_replicas)
+        # Weights come beside the first forward pass, gradients go beside the last backward pass.
+        return update + max(once - seconds / 3, 0) + max(once - seconds * 2 / 3, 0)
+
+    def _links(self, layout: Layout) -> Links:
+        if layout not in self._known_links:
+            self._known_links[layout] = self.cluster.links_of(layout)
+        return self._known_links[layout]
+
+
+def _in_flight(num_stages: int, micro_batches: int) -> FloatArray:
+    in_flight: FloatArray = np.minimum(np.arange(num_stages, 0.0, -1), micro_batches)
+    return in_flight

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 
@@ -42,8 +42,7 @@ KINDS: Final[Mapping[Kind, str]] = {
 DATA_PARALLEL: Final[frozenset[Kind]] = frozenset({"zero", "rearranged"})
 EQUAL: Final = 0.03
 """Share by which layouts may differ and still count as equally fast: take the simplest of these."""
-MOST_PLACED: Final = 20
-"""Layouts and numbers of micro-batches of each kind that are placed and fit."""
+MOST_PLACED: Final = 20  # layouts and numbers of micro-batches of each kind that are placed and fit
 MOST_TRIED: Final = 30
 """Layouts and numbers of micro-batches of each kind that are tried, with those that turn out not to fit."""
 MOST_SCHEDULED: Final = 5
@@ -60,21 +59,18 @@ SHARDINGS: Final[tuple[Sharding, ...]] = ("zero1", "zero2", "zero3")
 @dataclass(frozen=True, kw_only=True)
 class WeighedLayout:
     kind: Kind
-    layout: str
-    """The layout in words, with its schedule or sharding."""
+    layout: str  # the layout in words, with its schedule or sharding
     samples_per_second: float
     peak_bytes: int
     micro_batches: int
-    shares: Mapping[str, float]
-    """Shares of all devices' time by cause; they add up to 1."""
+    shares: Mapping[str, float]  # shares of all devices' time by cause; they add up to 1
     unhidden_samples_per_second: float | None = None
     """Samples a second if nothing were computed while ranks communicate; None where hiding is not assumed."""
     plan: Plan | None = None
     recipe: Recipe | None = None
     waits: Mapping[str, float] = field(default_factory=dict)
     """Shares of all devices' time that ranks wait for each encoder's phases and for the LLM's; of ZeRO alone."""
-    recomputed: float = 0.0
-    """Share of the layers that recompute, under data parallelism."""
+    recomputed: float = 0.0  # share of the layers that recompute, under data parallelism
 
     @property
     def runs_today(self) -> bool:
@@ -88,8 +84,7 @@ class WeighedLayout:
 class LayoutAnswer:
     """The fastest layout of every kind that fits, and what the others lack."""
 
-    candidates: tuple[WeighedLayout, ...]
-    """The best layout of each kind that fits, fastest first."""
+    candidates: tuple[WeighedLayout, ...]  # the best layout of each kind that fits, fastest first
     missing_bytes: Mapping[Kind, int]
     """Bytes that a device lacks at least, for kinds that do not fit; 0 where memory is not the reason."""
     refused: tuple[str, ...] = ()
@@ -201,8 +196,6 @@ class Weighing:
     def _cluster(self) -> Cluster:
         return self.scenario.cluster
 
-    # Pipelines, and what contains one
-
     def placed(
         self, ranked: RankedLayout, missing: list[int], schedules: Iterable[ScheduleName] = tuple(SCHEDULES)
     ) -> list[PlacedStep]:
@@ -251,20 +244,17 @@ class Weighing:
 
     def _data_parallel(self, *, rearranged: bool) -> WeighedLayout | int:
         found, missing = list[WeighedLayout](), list[int]()
-        for sharding, micro_batches in product(
-            SHARDINGS[1:] if rearranged else SHARDINGS, self.ranking.micro_batches(Layout(1, self._cluster.num_devices))
-        ):
+        counts = self.ranking.micro_batches(Layout(1, self._cluster.num_devices))
+        for sharding, micro_batches in product(SHARDINGS[1:] if rearranged else SHARDINGS, counts):
             recipe = Recipe(sharding, "even", micro_batches=micro_batches, target_rows=self.scenario.spares_rows)
             kept, again = (self._estimate(replace(recipe, recompute=level)) for level in LEVELS_TRIED)
             if again.missing_bytes > 0:
                 missing.append(again.missing_bytes)
                 continue
-            # Between no layer and all of them, as many recompute as must: peaks and seconds grow with their number.
+            # Between no layer and all of them, as many recompute as must.
             share = max(kept.missing_bytes, 0) / max(kept.missing_bytes - again.missing_bytes, 1)
             found.append(self._shared(kept, again, share, rearranged=rearranged))
-        if found:
-            return max(found, key=lambda each: each.samples_per_second)
-        return min(missing, default=0)
+        return max(found, key=lambda each: each.samples_per_second, default=min(missing, default=0))
 
     def _estimate(self, recipe: Recipe) -> Estimate:
         if recipe not in self._estimates:
@@ -274,11 +264,13 @@ class Weighing:
     def _shared(self, kept: Estimate, again: Estimate, share: float, *, rearranged: bool) -> WeighedLayout:
         """Data parallelism where a share of the layers recomputes."""
         recipe, devices = kept.recipe if share == 0 else again.recipe, self._cluster.num_devices
-        spent = _between(kept.spent.mean(axis=0), again.spent.mean(axis=0), share)
+        # Peaks and seconds grow with the number of layers that recompute.
+        without, full = kept.spent.mean(axis=0), again.spent.mean(axis=0)
+        spent = without + share * (full - without)
         of_cause = dict(zip(self.scenario.causes, spent.tolist(), strict=True))
-        useful = of_cause["useful"] + of_cause["padding"]
-        recomputed, hidden = of_cause["recomputation"], of_cause["communication"]
-        waits, sent = {cause: of_cause[cause] for cause in self.scenario.waits_for.values()}, hidden
+        useful, recomputed = of_cause["useful"] + of_cause["padding"], of_cause["recomputation"]
+        waits = {cause: of_cause[cause] for cause in self.scenario.waits_for.values()}
+        sent = hidden = of_cause["communication"]
         if rearranged:
             # Each phase gets an even division of its own. Images are few and large, so that some of a phase's waits
             # stay; then features go to their samples' ranks, and their gradients back.
@@ -301,7 +293,7 @@ class Weighing:
             kind="rearranged" if rearranged else "zero",
             layout=f"{recipe.sharding} on {devices} ranks, {share:.0%} of the layers recompute",
             samples_per_second=devices / whole,
-            peak_bytes=int(_between(kept.peaks[0], again.peaks[0], share)),
+            peak_bytes=int(kept.peaks[0] + share * (again.peaks[0] - kept.peaks[0])),
             micro_batches=recipe.micro_batches,
             shares={cause: seconds / whole for cause, seconds in shares.items()},
             unhidden_samples_per_second=devices / openly,
@@ -343,21 +335,15 @@ class Weighing:
         """Even packs of the first drawn steps; the largest pack of all draws counts for memory."""
         scenario = self.scenario
         if (num_replicas, micro_batches) not in self._batches:
+            shape = {"num_ranks": num_replicas, "micro_batches": micro_batches}
             self._batches[num_replicas, micro_batches] = [
-                even_packs(
-                    samples if scenario.spares_rows else samples.all_rows, alone, num_ranks=num_replicas,
-                    micro_batches=micro_batches, samples_per_step=scenario.samples_per_step,
-                )
-                for samples, alone in zip(scenario.draws, scenario.alone, strict=True)
-            ]  # fmt: skip
+                even_packs(scenario.samples(draw), alone, samples_per_step=scenario.samples_per_step, **shape)
+                for draw, alone in enumerate(scenario.alone)
+            ]
         made = self._batches[num_replicas, micro_batches]
         steps = tuple(tuple(step) for batches in made[:draws] for step in batches.loads)
         largest = Load.stack([batches.loads.max() for batches in made]).max()
         return Packing(made[0].largest, micro_batches, float(scenario.samples_per_step), steps, largest)
-
-
-def _between(first: Any, last: Any, share: float) -> Any:
-    return first + share * (last - first)
 
 
 def _device_seconds(profile: ModelProfile, degrees: tuple[int, int], loads: Load) -> tuple[float, float]:

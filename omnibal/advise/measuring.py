@@ -19,7 +19,6 @@ from omnibal.advise.models import Model, NamedModel
 from omnibal.advise.overlong import Overlong
 from omnibal.advise.present import Present
 from omnibal.data.lengths import IntArray, SampleLengths
-from omnibal.data.mixture import Mixture
 from omnibal.errors import DataError
 from omnibal.families.base import ImageLoad, ImageRule, Size, SoundHeader, VideoHeader, VideoLoad
 from omnibal.formats.chat import IMAGE_MARK, Conversation, read_conversation
@@ -34,15 +33,12 @@ from omnibal.formats.videos import video_header
 FIXED_TOKENS: Final = ("internvl", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Families whose vision units bring so many tokens each."""
 HEAD_BYTES: Final = 1 << 12
-DRAWN: Final = 1000
-"""Samples that are drawn of a dataset, or read of a stream."""
-DRIFT: Final = 4
-"""Standard errors by which the halves of a stream's head may differ."""
+DRAWN: Final = 1000  # samples that are drawn of a dataset, or read of a stream
+DRIFT: Final = 4  # standard errors by which the halves of a stream's head may differ
 STANDARD_INPUT: Final = Path("-")
 MOST_OPEN: Final = 64
 """Shards that are read at the same time; of more, so many are taken, evenly spaced."""
-MOST_UNREAD: Final = 0.1
-"""Share of samples that may be unreadable."""
+MOST_UNREAD: Final = 0.1  # share of samples that may be unreadable
 # What ChatML adds to a turn, and which of it is a target: the token that ends an answer; what stands around an image.
 TURN_TOKENS, END_TOKENS, IMAGE_TOKENS = 5, 1, 2
 TOKENS_OF: Final = {"word": 1.2, "digit": 1.0, "marks": 0.9, "ideograph": 0.6, "other": 0.5}
@@ -51,8 +47,7 @@ TOKENS_OF: Final = {"word": 1.2, "digit": 1.0, "marks": 0.9, "ideograph": 0.6, "
 On 5,800 paragraphs of English prose, Markdown and code these estimates are 5 % below to 5 % above the count of Qwen's
 tokenizer, for a single paragraph 10 % (standard deviation).
 """
-ESTIMATE_ERROR: Final = 0.1
-"""Share by which a text's estimated tokens may be off."""
+ESTIMATE_ERROR: Final = 0.1  # share by which a text's estimated tokens may be off
 MARKS: Final = pattern(r"<image>|<\|?video_pad\|?>|<\|?image_pad\|?>|<img>|</img>")
 _PARTS: Final = pattern(
     r"(?P<word>[A-Za-zÀ-ɏ]+)|(?P<digit>\d)|(?P<ideograph>[⺀-鿿가-힯豈-﫿＀-￯])|(?P<other>[^\W\d_])|(?P<marks>[^\w\s]+|_+)"
@@ -82,8 +77,7 @@ class MeasuredLengths:
     sounds: Mapping[int, tuple[SoundHeader, ...]] = field(default_factory=dict)
     image_tokens: IntArray | None = None
     """Tokens of each sample that stand for images, videos or sounds; None if vision units tell them."""
-    images: str = ""
-    """How large images were taken to be, and who says so; empty if nothing was assumed."""
+    images: str = ""  # how large images were taken to be, and who says so; empty if nothing was assumed
 
 
 def measure(
@@ -121,29 +115,16 @@ def measure(
         found = replace(found, images=_largest_image(named.model, present, max_image))
     found = _cut(found, present, named.model)
     if present.mixture is not None:
-        found = _mixed(found, present.mixture)
-    if named.model.units == "patches":
-        found = _with_squares(found)
-    return found
+        from omnibal.data.source_draws import typical_lengths  # compiled, which no other advice needs
 
-
-def _mixed(found: MeasuredLengths, mixture: Mixture) -> MeasuredLengths:
-    from omnibal.data.source_draws import typical_lengths  # compiled, which no other advice needs
-
-    lengths = typical_lengths(found.lengths, mixture)
-    return replace(
-        found, lengths=lengths, videos={}, sounds={}, said=f"{found.said}; drawn with the mixture's first shares"
-    )
-
-
-def _with_squares(found: MeasuredLengths) -> MeasuredLengths:
-    """Add ``vision_squared`` where nobody counted it, as if each sample's patches were one image."""
+        said, lengths = f"{found.said}; drawn with the mixture's first shares", found.lengths
+        found = replace(found, lengths=typical_lengths(lengths, present.mixture), videos={}, sounds={}, said=said)
     lengths = found.lengths
-    if lengths.vision_squared is not None or not lengths.vision_units.any():
-        return found
-    squared = lengths.vision_units.astype(np.int64) ** 2
-    alone = SampleLengths(**{**lengths.columns(), "vision_squared": squared})
-    return replace(found, lengths=alone, said=f"{found.said}; each taken to have one image")
+    if named.model.units == "patches" and lengths.vision_squared is None and lengths.vision_units.any():
+        squared = lengths.vision_units.astype(np.int64) ** 2
+        lengths = SampleLengths(**{**lengths.columns(), "vision_squared": squared})
+        found = replace(found, lengths=lengths, said=f"{found.said}; each taken to have one image")
+    return found
 
 
 def _holds_lengths(data: Path) -> bool:
@@ -177,13 +158,13 @@ class DrawnLengths:
 
 
 def draw_rows(
-    path: Path, images: Path | None, *, of_each: bool, count: int, seed: int = 0
+    path: Path, images: Path | None, *, of_each: bool, count: int
 ) -> tuple[Shards, Iterator[tuple[Row, Path]], IntArray]:
     """Draw rows at random: the data, the rows with the folder of their images, and the number of each row's source."""
     # ``of_each`` draws equally many rows of each source: under a mixture a small source may else have none.
     shards = Shards(open_shards(path, image_folder=images))
     sizes = [shard.num_samples for shard in shards.parts] if of_each else [shards.num_samples]
-    firsts, number, rng = np.cumsum([0, *sizes]), -(-count // len(sizes)), np.random.default_rng(seed)
+    firsts, number, rng = np.cumsum([0, *sizes]), -(-count // len(sizes)), np.random.default_rng(0)
     drawn = [first + rng.permutation(size)[:number] for first, size in zip(firsts, sizes, strict=False)]
     some = np.sort(np.concatenate(drawn))
     located = map(shards.locate, shards.item_of(some).tolist())
@@ -192,21 +173,18 @@ def draw_rows(
 
 def head_rows(paths: Sequence[Path], images: Path | None = None) -> Iterator[tuple[Row, Path]]:
     """The rows of a stream, in its order; of several shards one of each in turn, as ranks and workers read them."""
-    some = paths[:: -(-len(paths) // MOST_OPEN)]
-    streams = [
-        _lines(images or Path()) if path == STANDARD_INPUT else _rows_of(path, images or path.parent) for path in some
-    ]
+    streams = [_rows_of(path, images) for path in paths[:: -(-len(paths) // MOST_OPEN)]]
     return (found for found in chain.from_iterable(zip_longest(*streams)) if found is not None)
 
 
-def _rows_of(path: Path, root: Path) -> Iterator[tuple[Row, Path]]:
-    return ((row, root) for _, row in stream_rows(path))
-
-
-def _lines(root: Path) -> Iterator[tuple[Row, Path]]:
+def _rows_of(path: Path, images: Path | None) -> Iterator[tuple[Row, Path]]:
+    if path != STANDARD_INPUT:
+        yield from ((row, images or path.parent) for _, row in stream_rows(path))
+        return
     for number, line in enumerate(sys.stdin, start=1):
         if line.strip():
-            yield Row(Path("standard input"), number, partial(parse_entry, line.encode(errors="surrogatepass"))), root
+            read = partial(parse_entry, line.encode(errors="surrogatepass"))
+            yield Row(Path("standard input"), number, read), images or Path()
 
 
 def measure_rows(
@@ -280,12 +258,9 @@ def _drawn(data: Path, named: NamedModel, rule: ImageRule, images: Path | None, 
 def _of_head(
     rows: Iterable[tuple[Row, Path]], data: Sequence[Path], named: NamedModel, rule: ImageRule
 ) -> MeasuredLengths:
-    counter = _tokenizer(named.folder)
-    names, count = ", ".join(map(str, data)), counter or estimated_tokens
-    drawn = measure_rows(islice(rows, DRAWN), rule, count, names, named.model)
-    drift = _drift(drawn.lengths, named.model.units)
-    text = f"the first {len(drawn.lengths):,} samples of a stream measured{drift}"
-    return replace(_told(drawn, text, counter is None), is_stream=True)
+    counter, names = _tokenizer(named.folder), ", ".join(map(str, data))
+    drawn = measure_rows(islice(rows, DRAWN), rule, counter or estimated_tokens, names, named.model)
+    return replace(_told(drawn, _of_stream(drawn.lengths, named.model.units), counter is None), is_stream=True)
 
 
 def measured_head(items: Iterable[Any], loads: Callable[[Any], Loads]) -> MeasuredLengths:
@@ -298,19 +273,19 @@ def measured_head(items: Iterable[Any], loads: Callable[[Any], Loads]) -> Measur
     if not rows:
         raise DataError("a stream must yield items to measure, got none")
     lengths = lengths_of(np.array(rows, dtype=np.int64), (*COLUMNS[:3], "video_units"))
-    said = f"the first {len(lengths):,} samples of a stream measured{_drift(lengths)}"
-    return MeasuredLengths(lengths, said, is_stream=True)
+    return MeasuredLengths(lengths, _of_stream(lengths), is_stream=True)
 
 
-def _drift(lengths: SampleLengths, units: str = "vision units") -> str:
-    """Whether a stream's head changes on the way, so that it cannot stand for what follows."""
-    half = len(lengths) // 2
+def _of_stream(lengths: SampleLengths, units: str = "vision units") -> str:
+    """Where a stream's lengths come from, and whether its head changes on the way: it stands for what follows."""
+    half, said = len(lengths) // 2, f"the first {len(lengths):,} samples of a stream measured"
     for name, load in ((units, lengths.vision_units), ("tokens", lengths.llm_tokens)):
         first, second = load[:half], load[half:]
         if half and abs(first.mean() - second.mean()) > DRIFT * np.hypot(first.std(), second.std()) / half**0.5:
             means = f"{first.mean():,.1f} and {second.mean():,.1f} {name} a sample"
-            return f", whose halves differ by more than chance ({means}): shuffle it, or what follows may differ, too"
-    return ""
+            hint = "shuffle it, or what follows may differ, too"
+            return f"{said}, whose halves differ by more than chance ({means}): {hint}"
+    return said
 
 
 def _told(drawn: DrawnLengths, text: str, is_estimated: bool) -> MeasuredLengths:
@@ -324,7 +299,7 @@ def _told(drawn: DrawnLengths, text: str, is_estimated: bool) -> MeasuredLengths
     )
 
 
-def _tokenizer(folder: Path | None) -> Callable[[str], int] | None:
+def _tokenizer(folder: Path | None) -> Count | None:
     """Counts the tokens of a text, where the model's folder has a tokenizer that can be run."""
     file = None if folder is None else folder / "tokenizer.json"
     if file is None or not file.is_file():
@@ -343,12 +318,11 @@ def _rule(named: NamedModel, present: Present, max_image: int | None) -> ImageRu
     if most is None or max_image is not None:
         return rule
 
-    def smaller(size: Size) -> Size:
-        factor = min((most / (size[0] * size[1])) ** 0.5, 1.0)
-        return max(int(size[0] * factor), 1), max(int(size[1] * factor), 1)
-
     def of_smaller(sizes: Sequence[Size]) -> tuple[ImageLoad, ...]:
-        return rule([smaller(size) for size in sizes])
+        by = [min((most / (height * width)) ** 0.5, 1.0) for height, width in sizes]
+        return rule(
+            [(max(int(x * factor), 1), max(int(y * factor), 1)) for (x, y), factor in zip(sizes, by, strict=True)]
+        )
 
     return of_smaller
 
@@ -371,7 +345,10 @@ def _largest_image(model: Model, present: Present, max_image: int | None) -> str
 def _cut(found: MeasuredLengths, present: Present, model: Model) -> MeasuredLengths:
     """Samples as the trainer trains them whose limit of tokens is known; what it leaves out is left out."""
     lengths, rule = found.lengths, present.overlong or Overlong()
-    limit = present.cutoff or _longest_of(model, present)
+    limit = present.cutoff
+    if limit is None and present.host == "ms-swift":  # it cuts at the most tokens that the model takes
+        most = model.config.get("text_config", {}).get("max_position_embeddings")
+        limit = int(most) if most else None
     over = 0 if limit is None else int((lengths.llm_tokens > limit).sum())
     if limit is None or not over:
         return found
@@ -384,18 +361,17 @@ def _cut(found: MeasuredLengths, present: Present, model: Model) -> MeasuredLeng
     return replace(found, lengths=lengths, said=said, videos=videos, sounds=sounds, image_tokens=images[stay])
 
 
-def _longest_of(model: Model, present: Present) -> int | None:
-    """The most tokens that a model takes, at which ms-swift cuts where nothing else is said."""
-    most = model.config.get("text_config", {}).get("max_position_embeddings")
-    return int(most) if most and present.host == "ms-swift" else None
+def _unit_tokens(model: Model) -> tuple[int, int]:
+    """Vision units of each image token, and image tokens of each unit; one of both is 1."""
+    projector = next(record.sizes for record in model.records if record.kind == "projector")
+    return projector.get("units_per_token", 1), projector.get("image_tokens_per_tile", 1)
 
 
 def _image_tokens(lengths: SampleLengths, model: Model) -> IntArray:
     """Tokens that stand for images, by the vision units; none of a model whose images bring no fixed number."""
     if model.config["model_type"] not in FIXED_TOKENS:
         return np.zeros(len(lengths), dtype=np.int64)
-    projector = next(record.sizes for record in model.records if record.kind == "projector")
-    group, per_tile = projector.get("units_per_token", 1), projector.get("image_tokens_per_tile", 1)
+    group, per_tile = _unit_tokens(model)
     tokens: IntArray = lengths.vision_units.astype(np.int64) * per_tile // group
     return tokens
 
@@ -404,9 +380,7 @@ def _check_tokens(lengths: SampleLengths, model: Model) -> None:
     """Refuse lengths whose image tokens cannot be the model's."""
     if model.config["model_type"] not in FIXED_TOKENS:
         return
-    projector = next(record.sizes for record in model.records if record.kind == "projector")
-    group, per_tile = projector.get("units_per_token", 1), projector.get("image_tokens_per_tile", 1)
-    least = _image_tokens(lengths, model)
+    (group, per_tile), least = _unit_tokens(model), _image_tokens(lengths, model)
     wrong = (lengths.llm_tokens < least) | (lengths.vision_units % group != 0)
     if wrong.any():
         first = int(np.argmax(wrong))

@@ -18,11 +18,10 @@ import numpy as np
 from omnibal.advise.wait import Sharding
 from omnibal.cluster import Cluster, Layout
 from omnibal.cost import CostModel, FloatArray, Load
-from omnibal.memory.footprint import loss_bytes
-from omnibal.profile.records import LayerCost, Level, ModelProfile
+from omnibal.memory.footprint import GRADIENT_SHARE, loss_bytes
+from omnibal.profile.records import ELEMENT_BYTES, LayerCost, Level, ModelProfile
 
 FLOAT32, FLOAT16 = 4, 2
-ELEMENTS: Final = {"bfloat16": FLOAT16, "float32": FLOAT32}  # bytes of a number by a profile's dtype
 # Layers whose parameters are matrices, but for a few: Muon keeps less of these than of embeddings, heads and norms.
 BLOCKS: Final = (
     "vision_block", "window_block", "deepstack_block", "decoder_block", "projector", "sound_block", "sound_projector",
@@ -35,7 +34,6 @@ QUANTIZED_BITS: Final = {4: 4.5, 8: 8.0}  # bits of a quantized weight with the 
 # Bytes per logit at the loss's peak, in its backward pass: float32 of the logarithmic softmax, its gradient, and the
 # logits' gradient; the 16-bit logits have gone. Measured in a step of transformers' Trainer (tests/advise/test_memory).
 LOGIT_BYTES: Final = 12
-GRADIENT_SHARE: Final = 1 / 3  # gradients alive at one time, as a share of what a block keeps: see memory.footprint
 SHARED: Final[dict[Sharding, tuple[str, ...]]] = {
     "ddp": (),
     "zero1": ("optimizer_bytes",),
@@ -49,14 +47,11 @@ SHARED: Final[dict[Sharding, tuple[str, ...]]] = {
 class Optimizer(NamedTuple):
     """How many numbers an optimizer keeps of a trained parameter, and how large they are."""
 
-    numbers: float
-    """Numbers per parameter of a matrix in one of ``BLOCKS``."""
-    elsewhere: float
-    """Numbers per parameter of embeddings, heads and norms."""
+    numbers: float  # numbers per parameter of a matrix in one of BLOCKS
+    elsewhere: float  # numbers per parameter of embeddings, heads and norms
     number_bytes: float | None = None
     """Bytes of such a number; None for the dtype of the weights that are updated."""
-    is_pageable: bool = False
-    """Whether what does not fit goes to the host's memory."""
+    is_pageable: bool = False  # whether what does not fit goes to the host's memory
 
 
 _EIGHT_BIT: Final = 1 + FLOAT32 / 256  # with a scale for each block of 256
@@ -99,14 +94,11 @@ class TrainingPrecision:
     optimizer: Optimizer = OPTIMIZERS["adamw"]
     pure: bool = False
     """Whether plain data parallelism updates 16-bit weights themselves, without a float32 copy."""
-    master: bool = True
-    """Whether DeepSpeed keeps a float32 copy of 16-bit weights."""
+    master: bool = True  # whether DeepSpeed keeps a float32 copy of 16-bit weights
     state_bytes: int = FLOAT32
     """Bytes of a number that the optimizer keeps, where the optimizer does not say."""
-    weight_bits: int = 16
-    """Bits of frozen weights in the language model's blocks."""
-    fused_loss: bool = False
-    """Whether the loss never has the logits of all tokens (Liger's kernels)."""
+    weight_bits: int = 16  # bits of frozen weights in the language model's blocks
+    fused_loss: bool = False  # whether the loss never has the logits of all tokens (Liger's kernels)
 
     def kept(self, sharding: Sharding, kind: str = "decoder_block") -> tuple[float, float]:
         """Bytes per trained parameter of a layer of some kind: optimizer state, and float32 copy of a 16-bit weight."""
@@ -121,17 +113,17 @@ class TrainingPrecision:
 
     def applied(self, profile: ModelProfile, sharding: Sharding) -> ModelProfile:
         """The profile with the bytes that layers hold, and the seconds of their updates, under this precision."""
-        return replace(profile, layers=tuple(self._layer(layer, profile, sharding) for layer in profile.layers))
+        element = ELEMENT_BYTES[profile.dtype]
+        return replace(profile, layers=tuple(self._layer(layer, element, sharding) for layer in profile.layers))
 
     def copied_bytes(self, profile: ModelProfile, sharding: Sharding, ranks: int) -> float:
         """Bytes of gradients' copies on a rank at the update, under ZeRO with a float32 copy of the weights."""
         if not self.master or sharding not in ("zero1", "zero2", "zero3"):
             return 0.0
-        share = sum(layer.gradient_bytes for layer in profile.layers) / ELEMENTS[profile.dtype] / ranks
+        share = sum(layer.gradient_bytes for layer in profile.layers) / ELEMENT_BYTES[profile.dtype] / ranks
         return COPIED * min(share, UPDATED_AT_ONCE if sharding == "zero3" else share)
 
-    def _layer(self, layer: LayerCost, profile: ModelProfile, sharding: Sharding) -> LayerCost:
-        element = ELEMENTS[profile.dtype]
+    def _layer(self, layer: LayerCost, element: int, sharding: Sharding) -> LayerCost:
         states, master = self.kept(sharding, layer.kind)
         held = layer.gradient_bytes / element * (states + (master if element == FLOAT16 else 0.0))
         # An update reads and writes what it holds; its seconds were counted for the bytes of the profile.
@@ -175,8 +167,7 @@ class RankMemory:
     @property
     def state_bytes(self) -> int:
         """Weights, gradients, optimizer state and what the process holds beside the model."""
-        shared, total = SHARED[self.sharding], self.cluster.overhead_bytes
-        layers = self.held.layers
+        shared, total, layers = SHARED[self.sharding], self.cluster.overhead_bytes, self.held.layers
         # A head that is tied to the embedding holds nothing of its own.
         embeddings = {layer.tied_key for layer in layers if layer.kind != "head" and layer.tied_key is not None}
         layers_once = [layer for layer in layers if layer.kind != "head" or layer.tied_key not in embeddings]
@@ -202,13 +193,12 @@ class RankMemory:
         """What a rank holds while each micro-batch runs, or at the update if it is more, in the shape of the loads."""
         # Of the head only logits count, as transformers has all of them at one time.
         reached = zip(self.profile.layers, self.profile.reached, strict=True)
-        trained = [layer for layer, is_reached in reached if is_reached and layer.kind != "head"]
-        levels = [self.recompute if self.recompute in layer.saved_bytes else "none" for layer in trained]
-        kept = sum((layer.saved_bytes[level] for layer, level in zip(trained, levels, strict=True)), start=CostModel())
+        saved = [layer.saved_bytes for layer, is_reached in reached if is_reached and layer.kind != "head"]
+        levels = [self.recompute if self.recompute in each else "none" for each in saved]
+        kept = sum((each[level] for each, level in zip(saved, levels, strict=True)), start=CostModel())
         # What a layer's backward pass needs beyond what is kept: recomputed activations, and gradients.
         working = {
-            layer.saved_bytes["none"] * ((level != "none") + GRADIENT_SHARE)
-            for layer, level in zip(trained, levels, strict=True)
+            each["none"] * ((level != "none") + GRADIENT_SHARE) for each, level in zip(saved, levels, strict=True)
         }
         passing = np.max([cost(loads) for cost in working], axis=0)
         head = next(layer for layer in self.profile.layers if layer.kind == "head")

@@ -10,8 +10,9 @@ OpenGVLab/…-hf, llava-hf/…); defaults as in transformers 5.23.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from omnibal.device import Device
 from omnibal.errors import ConfigError
@@ -34,8 +35,7 @@ class Model:
     """What is known of a model without its weights."""
 
     name: str
-    config: Config
-    """All keys, as ``config.to_dict()`` of transformers has them."""
+    config: Config  # all keys, as config.to_dict() of transformers has them
     preprocessor: Config
     """The configuration of the image processor, and of the feature extractor of a model that hears."""
     videos: Config | None = None
@@ -131,8 +131,7 @@ class Model:
 @dataclass(frozen=True)
 class NamedModel:
     model: Model
-    folder: Path | None = None
-    """The Hugging Face folder; None where a known name is all there is."""
+    folder: Path | None = None  # the Hugging Face folder; None where a known name is all there is
 
     def image_options(self, most: int | None) -> dict[str, int]:
         """The most tiles of an image, or at native resolution the most pixels, as its image rule takes it."""
@@ -175,16 +174,15 @@ def adapted_profile(
     Operations of adapters are counted; that small products take longer than their operations say is not.
     Source: Hu et al., "LoRA", ICLR 2022, section 4.
     """
-    return analytic_profile([_adapted(record, rank) for record in records], device, tensor_parallel=tensor_parallel)
 
+    def adapted(record: LayerRecord) -> LayerRecord:
+        own, adapters, ranks = record.sizes["parameters"], 0, 0
+        if record.kind == "decoder_block":
+            adapters, ranks = adapter_parameters(record.sizes, rank), (4 if "experts" in record.sizes else 7) * rank
+        sizes = {"parameters": own + adapters, "untrained": own, "adapters": adapters, "adapter_ranks": ranks}
+        return replace(record, sizes={**record.sizes, **sizes})
 
-def _adapted(record: LayerRecord, rank: int) -> LayerRecord:
-    own = record.sizes["parameters"]
-    adapters, ranks = 0, 0
-    if record.kind == "decoder_block":
-        adapters, ranks = adapter_parameters(record.sizes, rank), (4 if "experts" in record.sizes else 7) * rank
-    sizes = {"parameters": own + adapters, "untrained": own, "adapters": adapters, "adapter_ranks": ranks}
-    return replace(record, sizes={**record.sizes, **sizes})
+    return analytic_profile(list(map(adapted, records)), device, tensor_parallel=tensor_parallel)
 
 
 def adapter_parameters(sizes: Mapping[str, int], rank: int) -> int:
@@ -316,48 +314,40 @@ def _usual_videos(config: Config) -> Config:
     return _usual_preprocessor(config)
 
 
-class LanguageModel(NamedTuple):
-    model_type: str
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    intermediate_size: int
-    vocab_size: int
-    head_dim: int | None = None
-    moe_intermediate_size: int | None = None
-    num_experts: int | None = None
-    num_experts_per_tok: int | None = None
+_SIZES: Final = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
+)  # fmt: skip
 
 
-def _qwen2(*sizes: int) -> LanguageModel:
-    return LanguageModel("qwen2", *sizes)
+def _text(kind: str, *sizes: int, **more: int) -> dict[str, Any]:
+    """Keys of a language model, by ``_SIZES``."""
+    return {"model_type": kind, **dict(zip(_SIZES, sizes, strict=True)), **more}
 
 
-def _qwen3(size: str) -> LanguageModel:
-    return LanguageModel("qwen3", *_QWEN3[size], vocab_size=_SMALL, head_dim=128)
+_qwen2 = partial(_text, "qwen2")
 
 
-def _qwen3_moe(size: str) -> LanguageModel:
-    hidden, layers, heads, key_values, intermediate, of_expert = _QWEN3_MOE[size]
-    return LanguageModel(
-        "qwen3_moe", hidden, layers, heads, key_values, intermediate, _SMALL, 128, of_expert, 128, 8
-    )  # fmt: skip
+def _qwen3(size: str) -> dict[str, Any]:
+    return _text("qwen3", *_QWEN3[size], _SMALL, head_dim=128)
 
 
-def _entry(kind: str, vision: Mapping[str, Any], text: LanguageModel, **more: Any) -> tuple[Config, Config]:
-    sizes = {key: value for key, value in text._asdict().items() if value is not None}
+def _qwen3_moe(size: str) -> dict[str, Any]:
+    *sizes, of_expert = _QWEN3_MOE[size]
+    experts = {"moe_intermediate_size": of_expert, "num_experts": 128, "num_experts_per_tok": 8}
+    return _text("qwen3_moe", *sizes, _SMALL, head_dim=128, **experts)
+
+
+def _entry(kind: str, vision: Mapping[str, Any], text: dict[str, Any], **more: Any) -> tuple[Config, Config]:
     if "qwen" in kind:
-        sizes["model_type"] = f"{kind}_text"
-        vision = vision if kind == "qwen2_vl" else {**vision, "out_hidden_size": text.hidden_size}
-    config = {"model_type": kind, "tie_word_embeddings": False, "vision_config": vision, "text_config": sizes, **more}
+        text = text | {"model_type": f"{kind}_text"}
+        vision = vision if kind == "qwen2_vl" else {**vision, "out_hidden_size": text["hidden_size"]}
+    config = {"model_type": kind, "tie_word_embeddings": False, "vision_config": vision, "text_config": text, **more}
     return config, _usual_preprocessor(config)
 
 
-def _hearing(kind: str, vision: Mapping[str, Any], text: LanguageModel) -> tuple[Config, Config]:
+def _hearing(kind: str, vision: Mapping[str, Any], text: dict[str, Any]) -> tuple[Config, Config]:
     """The thinker's configuration as its name stands for it, and what published folders say of processors."""
-    sizes = {key: value for key, value in text._asdict().items() if value is not None}
-    config = complete({"model_type": kind, "vision_config": dict(vision), "text_config": sizes})
+    config = complete({"model_type": kind, "vision_config": dict(vision), "text_config": text})
     return config, _usual_preprocessor(config)
 
 
@@ -373,10 +363,10 @@ _QWEN3_MOE: Final = {"30B-A3B": (2048, 48, 32, 4, 6144, 768), "235B-A22B": (4096
 _SMALL, _LARGE, _INTERN = 151_936, 152_064, 151_674
 _WIDER_VIT: Final = {**_QWEN25_VIT, "intermediate_size": 3456}
 _TIED: Final = {"tie_word_embeddings": True}
-_VICUNA_7B = LanguageModel("llama", 4096, 32, 32, 32, 11008, 32064)
-_VICUNA_13B = LanguageModel("llama", 5120, 40, 40, 40, 13824, 32064)
-_YI_34B = LanguageModel("llama", 7168, 60, 56, 8, 20480, 64064)
-_MISTRAL_7B = LanguageModel("mistral", 4096, 32, 32, 8, 14336, 32064)
+_VICUNA_7B = _text("llama", 4096, 32, 32, 32, 11008, 32064)
+_VICUNA_13B = _text("llama", 5120, 40, 40, 40, 13824, 32064)
+_YI_34B = _text("llama", 7168, 60, 56, 8, 20480, 64064)
+_MISTRAL_7B = _text("mistral", 4096, 32, 32, 8, 14336, 32064)
 _LLAVA: Final = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
 _NEXT: Final = {**_LLAVA, "image_grid_pinpoints": _NEXT_CANVASES}
 _ONEVISION: Final = {
@@ -393,7 +383,7 @@ MODELS: Final[Mapping[str, tuple[Config, Config]]] = {
     "Qwen2.5-VL-7B": _entry("qwen2_5_vl", _QWEN25_VIT, _qwen2(*_QWEN_7B, _LARGE)),
     "Qwen2.5-VL-32B": _entry("qwen2_5_vl", _WIDER_VIT, _qwen2(*_QWEN_32B, _LARGE)),
     "Qwen2.5-VL-72B": _entry("qwen2_5_vl", _WIDER_VIT, _qwen2(*_QWEN_72B, _LARGE)),
-    "Qwen2-Audio-7B": _hearing("qwen2_audio", {}, LanguageModel("qwen2", 4096, 32, 32, 32, 11008, 156_032)),
+    "Qwen2-Audio-7B": _hearing("qwen2_audio", {}, _qwen2(4096, 32, 32, 32, 11008, 156_032)),
     "Qwen2.5-Omni-7B": _hearing("qwen2_5_omni_thinker", _QWEN25_VIT, _qwen2(*_QWEN_7B, _LARGE)),
     "Qwen3-VL-2B": _entry("qwen3_vl", _QWEN3_SMALL_VIT, _qwen3("1.7B"), **_TIED),
     "Qwen3-VL-4B": _entry("qwen3_vl", _QWEN3_SMALL_VIT, _qwen3("4B"), **_TIED),

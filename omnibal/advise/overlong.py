@@ -24,8 +24,7 @@ CutImages = Literal["fails", "is left out", "goes on"]
 """What a run does at a sample whose image tokens were cut: fail, take another sample, or cut the images, too."""
 
 
-CUTOFF: Final = "cutoff"
-"""The option of `omnibal advise`, where no trainer's file says more."""
+CUTOFF: Final = "cutoff"  # the option of `omnibal advise`, where no trainer's file says more
 
 
 class Kept(NamedTuple):
@@ -34,16 +33,14 @@ class Kept(NamedTuple):
     tokens: IntArray
     targets: IntArray | None
     left_out: Mask
-    broken: Mask
-    """Samples of whose image tokens some are cut, while the images stay whole."""
+    broken: Mask  # samples of whose image tokens some are cut, while the images stay whole
 
 
 @dataclass(frozen=True)
 class Overlong:
     """What a trainer does with samples over its limit."""
 
-    setting: str = CUTOFF
-    """The setting that says the limit, as the trainer calls it."""
+    setting: str = CUTOFF  # the setting that says the limit, as the trainer calls it
     keeps: Keeps = "start"
     cut_images: CutImages = "fails"
 

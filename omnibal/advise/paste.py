@@ -1,9 +1,11 @@
 """What adopts an advice: the limits to give the planner, and the lines to paste into the trainer that a run has."""
 
+from __future__ import annotations
+
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from shlex import quote
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from omnibal.advise.batches import Batching
 from omnibal.advise.changes import Advice
@@ -17,7 +19,10 @@ from omnibal.data.step_size import limits_of_step, samples_made
 from omnibal.feeds.buffer_plan import buffer_of
 from omnibal.plan import Plan
 
-Kind = Literal["annotations", "lengths", "stream"]
+if TYPE_CHECKING:
+    from omnibal.advise.layouts import WeighedLayout  # its loops are compiled, which no other advice needs
+
+DataKind = Literal["annotations", "lengths", "stream"]
 MEASURED_STEPS: Final = 30
 STAGES: Final[dict[Sharding, int]] = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
@@ -32,12 +37,9 @@ class HostSyntax:
     checkpointing_off: str
     checkpointing_on: str
     batchings: dict[Batching, str]
-    pack_tokens: str = ""
-    """What says how many tokens a pack of random samples holds."""
-    random: str = ""
-    """Draws samples at random, which packs replace; empty if no setting does."""
-    beside_packs: tuple[str, ...] = ()
-    """Settings without which the drop-in refuses the trainer."""
+    pack_tokens: str = ""  # what says how many tokens a pack of random samples holds
+    random: str = ""  # draws samples at random, which packs replace; empty if no setting does
+    beside_packs: tuple[str, ...] = ()  # settings without which the drop-in refuses the trainer
     stream_packs: tuple[str, ...] = (
         "from omnibal import PackLimits",
         "from omnibal.integrations.loops import pack_loss",
@@ -124,15 +126,29 @@ TARGET_ROWS: Final = (
 )
 
 
+REARRANGE: Final = (
+    "from omnibal.integrations.transformers import rearrange",
+    "rearrange(trainer)  # on all ranks, before trainer.train()",
+)
+# Trainer switches recomputation on for all layers as it begins to train; the callback takes some out.
+RECOMPUTE_SOME: Final = """\
+from transformers import TrainerCallback
+from transformers.modeling_layers import GradientCheckpointingLayer
+class RecomputeSome(TrainerCallback):
+    def on_train_begin(self, args, state, control, model=None, **_):
+        layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+        for n, each in enumerate(layers):  # {share:.0%} of the layers recompute
+            each.gradient_checkpointing = int((n + 1) * {share:.2f}) > int(n * {share:.2f})
+trainer.add_callback(RecomputeSome())"""
+
+
 @dataclass(frozen=True)
 class Proposal:
     """Limits of packs, and what the planner makes under them."""
 
     limits: PackLimits
-    samples_per_step: float
-    """Mean number of samples of all ranks in a step of an epoch."""
-    oversized: float
-    """Share of the samples that are larger than a pack and have one of their own."""
+    samples_per_step: float  # mean number of samples of all ranks in a step of an epoch
+    oversized: float  # share of the samples that are larger than a pack and have one of their own
 
 
 def propose(
@@ -146,7 +162,14 @@ def propose(
 
 
 def lines_to_paste(
-    advice: Advice, present: Present, cluster: Cluster, proposal: Proposal | None, *, data: str, model: str, kind: Kind
+    advice: Advice,
+    present: Present,
+    cluster: Cluster,
+    proposal: Proposal | None,
+    *,
+    data: str,
+    model: str,
+    kind: DataKind,
 ) -> list[str]:
     """What to paste into the present trainer, what to set there, and how to measure what it brings."""
     today, after = advice.today, advice.after
@@ -167,15 +190,9 @@ def lines_to_paste(
         lines += ["paste:", *(f"    {line}" for line in TARGET_ROWS)]
     settings = _settings(advice, host, kind)
     if proposal is not None:
-        # What packs take the place of is switched off: `balance` refuses it beside them.
-        grouped = today.recipe.batching in ("group_by_length", "batch_rebalance")
-        settings += [HOSTS[host].random] if grouped and HOSTS[host].random else []
-        settings += [*HOSTS[host].beside_packs, *(present.beside_packs or ())]
+        settings += [*_random(today.recipe, host), *HOSTS[host].beside_packs, *(present.beside_packs or ())]
     lines += [f"set: {', '.join(settings)}"] if settings else []
-    lines.append(
-        f"measure: {MEASURED_STEPS} steps without and with; a step has {today.samples_per_step:,.0f} samples today, "
-        f"then {per_step:,.0f}"
-    )
+    lines.append(_to_measure(today, per_step))
     if proposal is not None and kind in ("annotations", "lengths"):
         named = quote(data) if kind == "lengths" else f"{quote(data)} lengths --model {quote(model)}"
         lines.append(
@@ -186,7 +203,7 @@ def lines_to_paste(
     return lines
 
 
-def _settings(advice: Advice, host: Host, kind: Kind) -> list[str]:
+def _settings(advice: Advice, host: Host, kind: DataKind) -> list[str]:
     today, after, syntax = advice.today.recipe, advice.after.recipe, HOSTS[host]
     found = []
     if after.batching != today.batching and not advice.takes_packs:
@@ -199,20 +216,71 @@ def _settings(advice: Advice, host: Host, kind: Kind) -> list[str]:
     by_balance = advice.takes_packs and host == "transformers" and kind != "stream"
     if not by_balance and (after.micro_batches != today.micro_batches or advice.takes_packs):
         found.append(syntax.accumulation.format(after.micro_batches))
+    return found + _changed(today, after, host)
+
+
+def _random(today: Recipe, host: Host) -> list[str]:
+    """What switches off the batches whose place packs take: `balance` refuses these beside packs."""
+    grouped = today.batching in ("group_by_length", "batch_rebalance")
+    return [HOSTS[host].random] if grouped and HOSTS[host].random else []
+
+
+def _changed(today: Recipe, after: Recipe, host: Host) -> list[str]:
+    found = []
     if after.recompute != today.recompute:
-        found.append(recompute_setting(after, host))
+        found.append(HOSTS[host].checkpointing_off if after.recompute == "none" else HOSTS[host].checkpointing_on)
     if after.sharding != today.sharding:
         found.append(f'"zero_optimization": {{"stage": {STAGES[after.sharding]}}} in the ds_config')
     return found
 
 
-def recompute_setting(after: Recipe, host: Host) -> str:
-    """What switches recomputation on or off."""
-    return HOSTS[host].checkpointing_off if after.recompute == "none" else HOSTS[host].checkpointing_on
+def _to_measure(today: Estimate, samples: float) -> str:
+    return (
+        f"measure: {MEASURED_STEPS} steps without and with; a step has {today.samples_per_step:,.0f} samples today, "
+        f"then {samples:,.0f}"
+    )
+
+
+def with_layout(advice: Advice, found: WeighedLayout) -> Advice:
+    """The advice to take even packs under a weighed recipe of data parallelism."""
+    assert found.recipe is not None, "pipelines have plans"
+    return replace(advice, after=advice.today.scenario.estimate(found.recipe))
+
+
+def rearranging_lines(advice: Advice, present: Present, found: WeighedLayout) -> list[str]:
+    """What to paste and to set for samples that are rearranged for each encoder and the LLM."""
+    recipe, today, host = found.recipe, advice.today, present.host or "transformers"
+    assert recipe is not None, "pipelines have plans"
+    if host != "transformers":
+        return ["paste: docs/rearranging.md has the lines for a loop of your own and for transformers' Trainer"]
+    ranks, syntax = today.scenario.cluster.num_devices, HOSTS[host]
+    batch = max(round(today.samples_per_step / ranks / recipe.micro_batches), 1)
+    settings = [
+        syntax.batch.format(batch), syntax.accumulation.format(recipe.micro_batches), *_random(today.recipe, host),
+        *_changed(today.recipe, recipe, host), *syntax.beside_packs, *(present.beside_packs or ()),
+    ]  # fmt: skip
+    pasted = (f"    {line}" for line in REARRANGE)
+    measured = _to_measure(today, batch * recipe.micro_batches * ranks)
+    return ["paste:", *pasted, f"set: {', '.join(settings)}", measured]
+
+
+def recompute_lines(present: Present, found: WeighedLayout) -> list[str]:
+    """What lets a share of the layers recompute, where a layout does."""
+    if not 0 < found.recomputed < 1:
+        return []
+    if (present.host or "transformers") != "transformers":
+        return [f"{found.recomputed:.0%} of the layers recompute: docs/layouts.md says how to take layers out"]
+    lines = RECOMPUTE_SOME.format(share=found.recomputed).splitlines()
+    return ["paste, so that some layers recompute:", *(f"    {line}" for line in lines)]
 
 
 def pipeline_lines(plan: Plan, present: Present, *, data: str, model: str) -> list[str]:
     """The ds_config of a planned pipeline, and the commands that plan all data, measure, and train."""
+    layout, own = plan.layout, plan.layout.encoder
+    cut: dict[str, Any] = {"num_tensor": layout.num_tensor} if own is None and layout.num_tensor > 1 else {}
+    if own is not None:
+        own_devices = {"num_stages": own.num_stages, "num_replicas": own.num_replicas}
+        cut = {"encoder": "spread" if layout.is_spread else own_devices}
     named: dict[str, Any] = {"path": model, "weights": "load"}
     if present.lora:
         named["lora"] = {"rank": present.lora}
@@ -221,7 +289,7 @@ def pipeline_lines(plan: Plan, present: Present, *, data: str, model: str) -> li
     config = {
         "gradient_accumulation_steps": plan.micro_batches,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": plan.layout.zero_stage},
+        "zero_optimization": {"stage": layout.zero_stage},
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 2e-5, "torch_adam": True}},
         "omnibal": {
@@ -229,7 +297,7 @@ def pipeline_lines(plan: Plan, present: Present, *, data: str, model: str) -> li
             "model": named,
             "data": {"train": data},
             "packing": {"vision_units": plan.limits.vision_units, "llm_tokens": plan.limits.llm_tokens},
-            "pipeline": {"num_stages": plan.num_stages, "schedule": plan.schedule, **_layout_keys(plan)},
+            "pipeline": {"num_stages": plan.num_stages, "schedule": plan.schedule, **cut},
             "run": {"output": "runs/pipeline"},
         },
     }
@@ -239,13 +307,3 @@ def pipeline_lines(plan: Plan, present: Present, *, data: str, model: str) -> li
         "measure: omnibal plan pipeline.json --measure --trials 3 --write",
         "train: deepspeed launch/train.py --deepspeed_config pipeline.json",
     ]
-
-
-def _layout_keys(plan: Plan) -> dict[str, Any]:
-    """The keys of tensor ranks, of a spread encoder or of one with devices of its own."""
-    layout, own = plan.layout, plan.layout.encoder
-    if own is None:
-        return {} if layout.num_tensor == 1 else {"num_tensor": layout.num_tensor}
-    if layout.is_spread:
-        return {"encoder": "spread"}
-    return {"encoder": {"num_stages": own.num_stages, "num_replicas": own.num_replicas}}

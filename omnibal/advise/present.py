@@ -83,46 +83,33 @@ class Present:
 
     host: Host | None = None
     sharding: Sharding | None = None
-    batch: int | None = None
-    """Samples of a micro-batch."""
-    accumulation: int | None = None
-    """Micro-batches per step and rank."""
+    batch: int | None = None  # samples of a micro-batch
+    accumulation: int | None = None  # Micro-batches per step and rank
     step: int | None = None
     """Samples of a step of all ranks, from which follows what of the two above is not said."""
     batching: Batching | None = None
     hpz: int | None = None
     """Ranks that keep a second copy of all weights together (ZeRO++'s hpZ), under ZeRO 3."""
-    offloaded: tuple[str, ...] | None = None
-    """What the host's memory holds: "optimizer", "parameters"."""
-    cutoff: int | None = None
-    """Most tokens of a sample, or of a pack under ``"packed"``."""
-    overlong: Overlong | None = None
-    """What becomes of samples over the cutoff."""
+    offloaded: tuple[str, ...] | None = None  # what the host's memory holds: "optimizer", "parameters"
+    cutoff: int | None = None  # most tokens of a sample, or of a pack under "packed"
+    overlong: Overlong | None = None  # what becomes of samples over the cutoff
     recompute: bool | None = None
-    frozen: tuple[str, ...] | None = None
-    """Modules that are not trained."""
-    lora: int | None = None
-    """Rank of adapters; 0 for none."""
-    max_pixels: int | None = None
-    """Most pixels of an image, to which the host resizes larger ones."""
+    frozen: tuple[str, ...] | None = None  # modules that are not trained
+    lora: int | None = None  # rank of adapters; 0 for none
+    max_pixels: int | None = None  # most pixels of an image, to which the host resizes larger ones
     model: str | None = None
     mixture: Mixture | None = None
     optimizer: str | None = None
     pure: bool | None = None
     """Whether plain data parallelism updates 16-bit weights without a float32 copy."""
-    master: bool | None = None
-    """Whether DeepSpeed keeps a float32 copy of 16-bit weights."""
-    short_states: bool | None = None
-    """Whether DeepSpeed keeps the optimizer's numbers in 16 bits."""
+    master: bool | None = None  # whether DeepSpeed keeps a float32 copy of 16-bit weights
+    short_states: bool | None = None  # whether DeepSpeed keeps the optimizer's numbers in 16 bits
     weight_bits: int | None = None
-    fused_loss: bool | None = None
-    """Whether Liger's kernels never have all logits."""
+    fused_loss: bool | None = None  # whether Liger's kernels never have all logits
     beside_packs: tuple[str, ...] | None = None
     """Settings of a Trainer to change before it trains on packs of ours."""
-    said: Mapping[str, str] = field(default_factory=dict)
-    """What was read, key by key."""
-    unread: Mapping[str, str] = field(default_factory=dict)
-    """What matters and was not read, key by key."""
+    said: Mapping[str, str] = field(default_factory=dict)  # what was read, key by key
+    unread: Mapping[str, str] = field(default_factory=dict)  # what matters and was not read, key by key
 
     def over(self, other: "Present") -> "Present":
         """What this one says, and what only the other one does."""

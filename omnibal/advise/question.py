@@ -37,26 +37,26 @@ MEASURED: Final = "tensor ranks must have costs that are counted of the model, g
 class Question:
     """All that an answer depends on."""
 
-    measured: MeasuredLengths
-    """Lengths of the data, and where they come from."""
-    model: Model
-    """Sizes of the model."""
-    cluster: Cluster
-    """The machines; every device is a rank."""
-    present: Present
-    """How the machines are used today."""
-    costs: ModelProfile | None = None
-    """What layers cost by measurement; None to count it."""
-    data: str = "data"
-    """What the data is called."""
-    model_path: str = "FOLDER"
-    """The model's folder; ``FOLDER`` where a known name is all that was given."""
+    measured: MeasuredLengths  # lengths of the data, and where they come from
+    model: Model  # sizes of the model
+    cluster: Cluster  # the machines; every device is a rank
+    present: Present  # how the machines are used today
+    costs: ModelProfile | None = None  # what layers cost by measurement; None to count it
+    data: str = "data"  # what the data is called
+    model_path: str = "FOLDER"  # the model's folder; FOLDER where a known name is all that was given
 
     def __post_init__(self) -> None:
         if self.present.batching == "packed" and self.present.cutoff is None:
             raise ConfigError("cutoff must say how many tokens a pack holds, got none")
-        if self.costs is not None:
-            self._check_costs(self.costs)
+        costs, lora = self.costs, self.present.lora
+        if costs is None:
+            return
+        if not costs.is_of(self.cluster.device):
+            raise ConfigError(f"profile must be of {self.cluster.device.name}, got one of {costs.device}")
+        if lora and not costs.adapter_parameters:
+            raise ConfigError("profile must be of adapters where LoRA is trained, got one without any")
+        if not lora:
+            costs.check_matches(records=self.model.records, frozen=self.present.frozen or ())
 
     @classmethod
     def read(
@@ -149,20 +149,15 @@ class Question:
     @cached_property
     def recipe(self) -> Recipe:
         """The present way of training."""
-        present = self.present
+        present, ranks = self.present, self.cluster.num_devices
         limits = PackLimits(MOST, present.cutoff or MOST) if present.batching == "packed" else None
-        return Recipe(
-            present.sharding or "ddp", present.batching or "random", *self._batches(),
-            "none" if present.recompute is False else "full", limits, offloaded=present.offloaded or (),
-            hpz=self._hpz,
-        )  # fmt: skip
-
-    @property
-    def _hpz(self) -> int:
-        ranks, hpz = self.cluster.num_devices, self.present.hpz or 1
+        hpz = present.hpz or 1
         if ranks % hpz:
             raise ConfigError(f"zero_hpz_partition_size must divide the {ranks} devices of {self.cluster}, got {hpz}")
-        return hpz
+        return Recipe(
+            present.sharding or "ddp", present.batching or "random", *self._batches(),
+            "none" if present.recompute is False else "full", limits, offloaded=present.offloaded or (), hpz=hpz,
+        )  # fmt: skip
 
     def _batches(self) -> tuple[int, int]:
         """Samples of a micro-batch, and micro-batches of a rank's step; what is not said follows as in DeepSpeed."""
@@ -185,8 +180,7 @@ class Question:
         # In loops of their own packs have another loss, and Liger's kernels take the place of a head on target rows.
         knows_targets = lengths.target_tokens is not None and not present.fused_loss
         spares_rows = present.host != "deepspeed" and knows_targets
-        host = present.host or "transformers"
-        offered = offered_by(host, has_targets=spares_rows)
+        offered = offered_by(present.host or "transformers", has_targets=spares_rows)
         if self.measured.is_stream:  # samplers have no say over a stream
             offered = tuple(each for each in offered if each == "head")
         adapted = None
@@ -207,15 +201,6 @@ class Question:
                 break
             asked = replace(asked, samples_per_step=max(round(held), 1), _batches={})
         return asked
-
-    def _check_costs(self, costs: ModelProfile) -> None:
-        """Refuse costs of another device, of another model, or with other parts trained."""
-        if not costs.is_of(self.cluster.device):
-            raise ConfigError(f"profile must be of {self.cluster.device.name}, got one of {costs.device}")
-        if not self.present.lora:
-            costs.check_matches(records=self.model.records, frozen=self.present.frozen or ())
-        elif not costs.adapter_parameters:
-            raise ConfigError("profile must be of adapters where LoRA is trained, got one without any")
 
 
 def _counted(model: Model, device: Device, present: Present, **tensor_ranks: Any) -> ModelProfile:

@@ -36,8 +36,7 @@ MEETINGS: Final[Mapping[Sharding, Meeting]] = {
     "fsdp": "phase",
 }
 """What ranks do on their own before they wait for each other."""
-CostByPhase = Mapping[str, CostModel]
-"""What a micro-batch costs in each phase, in seconds."""
+CostByPhase = Mapping[str, CostModel]  # what a micro-batch costs in each phase, in seconds
 PHASES: Final = ("vision forward", "language forward", "language backward", "vision backward")
 """The order in which all ranks run them; the projector belongs to vision."""
 SOUND_PHASES: Final = ("sound forward", "sound backward")
@@ -116,6 +115,13 @@ def _until_last(seconds: FloatArray) -> FloatArray:
     """Waits by phase, shape (phases, steps, ranks, meetings), where ranks meet after all phases of a meeting."""
     last = seconds.sum(axis=0).argmax(axis=1)[:, None]  # the rank that comes last, (steps, 1, meetings)
     return np.take_along_axis(seconds, last[None], axis=2) - seconds
+
+
+def step_seconds(loads: Load, costs: CostByPhase, layout: Sharding) -> tuple[FloatArray, FloatArray]:
+    """Seconds that each rank of each step computes, and that it waits; all ranks of a step have one sum of both."""
+    seconds = {phase: cost(loads) for phase, cost in costs.items()}
+    busy = np.sum(list(seconds.values()), axis=0).sum(axis=2)
+    return busy, np.sum(list(wait(seconds, layout).values()), axis=0)
 
 
 def _stacked(costs: Mapping[str, ArrayLike]) -> FloatArray:

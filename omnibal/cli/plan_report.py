@@ -13,7 +13,7 @@ import numpy as np
 from rich.table import Table
 
 from omnibal.advise.changes import SAME_STEP
-from omnibal.advise.gains import Way, gain_over
+from omnibal.advise.estimate import Way, gain_over
 from omnibal.cli.planning import STEPS, cheapest_way, median_packs, present_plan, real_packs
 from omnibal.data.limits import largest_load
 from omnibal.errors import ConfigError, bytes_in_words

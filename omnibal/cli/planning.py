@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from omnibal.advise.estimate import Scenario
-from omnibal.advise.gains import TRAINER, Way, settings_alone
+from omnibal.advise.changes import TRAINER, settings_alone
+from omnibal.advise.estimate import Scenario, Way
 from omnibal.advise.paste import offered_by
 from omnibal.cluster import Cluster
 from omnibal.config import dtype_of, layout_of

@@ -116,7 +116,7 @@ LOSS_ROWS = 1024
 # Bytes per logit: 2 in 16 bits, and 4 + 4 in float32 for the logit and its log-softmax. A float32 model needs 8.
 _LOGIT_BYTES = 10
 # Gradients alive at one time, as a share of what a block keeps. ViT and decoder blocks measure 0.15 to 0.37.
-_GRADIENT_SHARE = 1 / 3
+GRADIENT_SHARE = 1 / 3
 # The share if inputs of products stay for weight gradients that wait. The blocks measure 0.44 and 0.55.
 _SPLIT_GRADIENT_SHARE = 0.6
 
@@ -277,7 +277,7 @@ class Footprint:
 
     @cached_property
     def _transient(self) -> IntArray:
-        return self._brought(_GRADIENT_SHARE)
+        return self._brought(GRADIENT_SHARE)
 
     @cached_property
     def _split_transient(self) -> IntArray:

@@ -24,8 +24,7 @@ from omnibal.records import Record, explain
 
 WARM_UP: Final = 2
 """Steps whose passes are not timed: kernels are chosen and memory is allocated in the first ones."""
-STEPS: Final = 20
-"""Steps after which costs are fitted."""
+STEPS: Final = 20  # steps after which costs are fitted
 MOST_PASSES: Final = 4096  # of all ranks together; more tell nothing new
 SIZES: Final = tuple(field.name for field in fields(CostModel))  # "fixed" and the sizes of a Load, in Load's order
 # Columns of a part: CostModel's coefficients, and seconds of each layer whatever the pass holds (starting kernels).
@@ -49,11 +48,9 @@ def _modules(profile: ModelProfile) -> tuple[str, ...]:
 class TimedPass(NamedTuple):
     """A pass of one micro-batch through neighbouring layers."""
 
-    layers: tuple[int, int]
-    """The first layer, and the one behind the last."""
+    layers: tuple[int, int]  # the first layer, and the one behind the last
     is_backward: bool
-    load: tuple[float, ...]
-    """Sizes of the micro-batch, in the order of ``Load``'s arguments."""
+    load: tuple[float, ...]  # sizes of the micro-batch, in the order of Load's arguments
     seconds: float
 
 
@@ -67,19 +64,13 @@ class Calibration(Record):
     """Factors that make counted costs those that a run measured."""
 
     version: Literal[1] = 1
-    device: str
-    """What the passes ran on."""
-    counted_for: str
-    """The device that the corrected costs were counted for."""
-    layers: str
-    """Hash of the model's layers."""
+    device: str  # what the passes ran on
+    counted_for: str  # the device that the corrected costs were counted for
+    layers: str  # hash of the model's layers
     passes: int
-    error: float
-    """Median over the passes of |fitted seconds / measured seconds - 1|."""
-    vision: float
-    """Seconds of ViT and projector over what was counted."""
-    language: float
-    """Seconds of the LLM over what was counted."""
+    error: float  # median over the passes of |fitted seconds / measured seconds - 1|
+    vision: float  # seconds of ViT and projector over what was counted
+    language: float  # seconds of the LLM over what was counted
     factors: dict[str, dict[str, float]]
     """For each of ``parts_of`` the factor of each coefficient, and ``layer_seconds``."""
     sound: float | None = None

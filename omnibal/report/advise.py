@@ -10,11 +10,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 from omnibal.advise.changes import SAME_STEP, Advice, TriedChange, count_of
 from omnibal.advise.clips import clip_limits
-from omnibal.advise.estimate import MODEL_ERROR, UNSEEN, Estimate
-from omnibal.advise.gains import Way, gain_in_words
+from omnibal.advise.estimate import MODEL_ERROR, UNSEEN, Estimate, Way, gain_in_words
 from omnibal.advise.memory import COPIED, FLOAT16, USUAL
-from omnibal.advise.paste import Kind, Proposal, lines_to_paste, pipeline_lines, propose
-from omnibal.advise.paste_layout import planned_lines, rearranging_lines, recompute_lines, with_layout
+from omnibal.advise.paste import (
+    DataKind,
+    Proposal,
+    lines_to_paste,
+    pipeline_lines,
+    propose,
+    rearranging_lines,
+    recompute_lines,
+    with_layout,
+)
 from omnibal.advise.question import Question
 from omnibal.feeds.buffer_plan import buffer_of, compare_with_plan
 from omnibal.report.style import (
@@ -140,7 +147,7 @@ class Report:
         question = self.question
         if found.plan is not None:
             data = "train.json" if question.measured.is_whole else question.data
-            lines = planned_lines(found, question.present, data=data, model=question.model_path)
+            lines = pipeline_lines(found.plan, question.present, data=data, model=question.model_path)
         elif found.kind == "rearranged":
             lines = rearranging_lines(self.advice, question.present, found)
         else:
@@ -152,7 +159,7 @@ class Report:
     def _lines_to_paste(self) -> list[str]:
         advice, asked = self.advice, self.question
         measured = asked.measured.is_whole
-        kind: Kind = "lengths" if measured else "stream" if asked.measured.is_stream else "annotations"
+        kind: DataKind = "lengths" if measured else "stream" if asked.measured.is_stream else "annotations"
         names = {"data": asked.data, "model": asked.model_path}
         found = lines_to_paste(advice, asked.present, asked.cluster, self.proposal, **names, kind=kind)
         if advice.plan is not None:

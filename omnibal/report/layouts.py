@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from omnibal.advise.estimate import Scenario
-from omnibal.advise.gains import Way, gain_over
+from omnibal.advise.estimate import Scenario, Way, gain_over
 from omnibal.advise.layout_ranking import DEGREES, degrees_within
 from omnibal.advise.layouts import EQUAL, KINDS, Kind, LayoutAnswer, WeighedLayout
 from omnibal.advise.memory import USUAL

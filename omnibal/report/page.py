@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from omnibal.advise.gains import Way, gain_over
+from omnibal.advise.estimate import Way, gain_over
 from omnibal.cost import FloatArray, Load
 from omnibal.data.metrics import dist_ratio
 from omnibal.families.base import vision_unit_of

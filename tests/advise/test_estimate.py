@@ -60,7 +60,7 @@ def test_padding_and_waits_go_where_packs_are_even():
     assert advice.after.shares["padding"] == 0
     assert advice.after.shares["useful"] > 0.95
     # the same samples in fewer seconds, of which each cause had its part
-    assert advice.factor == pytest.approx(
+    assert advice.whole.factor == pytest.approx(
         float(advice.today.sample_seconds.mean() / advice.after.sample_seconds.mean()), rel=0.02
     )
 
@@ -80,7 +80,7 @@ def test_what_the_trainer_has_by_a_setting_is_no_gain_of_packs():
     again = advise(replace(scenario(), offered=("group_by_length",)), offered.settled.recipe)
     assert "group_by_length" not in changes_of(again, is_setting=True)
     assert again.settings.factor == 1
-    assert again.factor == pytest.approx(again.beyond.factor)
+    assert again.whole.factor == pytest.approx(again.beyond.factor)
     assert again.beyond.factor == pytest.approx(offered.beyond.factor, rel=0.03)
 
 
@@ -182,7 +182,7 @@ def test_leave_it_as_it_is_is_an_answer():
     advice = advise(scenario(ALIKE), Recipe("zero3", "random", 4, 8, "none"))
     assert advice.adopted == ()
     assert advice.after is advice.today
-    assert advice.factor == 1
+    assert advice.whole.factor == 1
 
 
 def test_a_present_way_that_could_not_run_is_refused():

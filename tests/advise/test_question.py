@@ -37,7 +37,7 @@ def test_it_is_asked_and_answered_in_python(lists):
     question = Question.read(lists, EIGHT, PRESENT, model=NAME)
     assert question.measured.said == "80 samples of measured lengths"
     assert (question.recipe.batch, question.recipe.micro_batches, question.scenario.samples_per_step) == (4, 8, 256)
-    assert question.answer().factor > 1.3
+    assert question.answer().whole.factor > 1.3
     assert question.model_path == "FOLDER"  # lengths are measured with a model's own files
 
 
@@ -118,7 +118,7 @@ def test_the_head_of_a_stream_stands_for_it_if_it_does_not_drift():
         assert found.said.startswith(f"the first 1,000 samples of a stream measured{told}")
         assert len(found.said) < 60 or drifts
     question = Question(found, model, EIGHT, PRESENT)
-    assert question.answer().factor > 1.1
+    assert question.answer().whole.factor > 1.1
     with pytest.raises(DataError, match="a stream must yield items to measure, got none"):
         measured_head([], lambda item: item)
 

@@ -11,14 +11,13 @@ from functools import partial
 import numpy as np
 
 from omnibal.advise.models import Model
-from omnibal.advise.wait import PHASES, Sharding, phase_costs
+from omnibal.advise.wait import PHASES, Sharding, phase_costs, step_seconds
 from omnibal.cluster import Cluster, Layout
 from omnibal.cost import CostModel, Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.device import Device
 from omnibal.feeds.sampler import BalancedBatchSampler
-from omnibal.integrations.trainer.steps import step_seconds
 from omnibal.pipeline.search import search_partition
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.profile.calibration import STEPS, WARM_UP, TimedPass, calibrate, sizes_of
@@ -117,7 +116,8 @@ def whole_cost(profile: ModelProfile) -> CostModel:
 def over_ideal(trained: Trained, truth: ModelProfile, ranks: int, cost: CostModel | None, layout: Sharding) -> float:
     """Seconds of a step over those that ranks compute on average."""
     loads, costs = trained.loads(ranks, cost), phase_costs(truth, recompute="full")
-    return step_seconds(loads, costs, layout) / float(sum(each(loads) for each in costs.values()).sum(axis=2).mean())
+    busy, waited = step_seconds(loads, costs, layout)
+    return float((busy + waited).mean()) / float(sum(each(loads) for each in costs.values()).sum(axis=2).mean())
 
 
 def pipelined(trained: Trained, truth: ModelProfile, guess: ModelProfile) -> float:

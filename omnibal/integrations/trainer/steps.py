@@ -7,10 +7,10 @@ from typing import Any, Final
 import numpy as np
 
 from omnibal.advise.batches import Batching, Samples, padded_batches, random_packs
-from omnibal.advise.gains import Way, gain_in_words
+from omnibal.advise.estimate import Way, gain_in_words
 from omnibal.advise.models import adapted_profile
-from omnibal.advise.wait import MEETINGS, CostByPhase, Sharding, wait
-from omnibal.cost import FloatArray, Load
+from omnibal.advise.wait import MEETINGS, CostByPhase, Sharding, step_seconds
+from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio
 from omnibal.data.source_draws import typical_lengths
@@ -60,14 +60,11 @@ def module_of(name: str) -> str:
 class Waiting:
     """How unlike the ranks of some steps are."""
 
-    vision: float
-    """Dist Ratio in vision units, of what ranks do between two meetings."""
-    tokens: float
-    """Dist Ratio in LLM tokens, padding included."""
+    vision: float  # Dist Ratio in vision units, of what ranks do between two meetings
+    tokens: float  # Dist Ratio in LLM tokens, padding included
     share: float | None
     """Share of the steps' seconds that ranks wait, by counted costs; None without costs."""
-    sound: float = 0.0
-    """Dist Ratio in units of an encoder of sound beside the ViT."""
+    sound: float = 0.0  # Dist Ratio in units of an encoder of sound beside the ViT
 
     @classmethod
     def of(cls, loads: Load, costs: CostByPhase | None, layout: Sharding) -> "Waiting":
@@ -77,7 +74,7 @@ class Waiting:
             columns = tuple(column.sum(axis=2) for column in columns)
         share = None
         if costs is not None:
-            busy, waited = _busy_and_waited(loads, costs, layout)
+            busy, waited = step_seconds(loads, costs, layout)
             share = float(waited.sum() / (busy + waited).sum())
         return cls(dist_ratio(columns[0]), dist_ratio(columns[1]), share, dist_ratio(columns[2]))
 
@@ -89,29 +86,13 @@ class Waiting:
         return [f"Dist Ratio {self.vision:.1%} in {vision_unit}, {self.tokens:.1%} in tokens{sound}"]
 
 
-def _busy_and_waited(loads: Load, costs: CostByPhase, layout: Sharding) -> tuple[FloatArray, FloatArray]:
-    """Seconds of each rank of each step."""
-    seconds = {phase: cost(loads) for phase, cost in costs.items()}
-    busy = np.sum(list(seconds.values()), axis=0).sum(axis=2)
-    return busy, np.sum(list(wait(seconds, layout).values()), axis=0)
-
-
-def step_seconds(loads: Load, costs: CostByPhase, layout: Sharding) -> float:
-    """Mean seconds of a step: computing and waiting, the same on all ranks."""
-    busy, waited = _busy_and_waited(loads, costs, layout)
-    return float((busy + waited).mean())
-
-
 @dataclass(frozen=True)
 class Gains:
     """How many times the samples a second, by counted costs."""
 
-    packing: float | None
-    """Random packs over random padded batches; None where batches stay padded."""
-    balance: float
-    """The sampler's micro-batches over random packs, or over random padded batches."""
-    grouped: float
-    """The sampler's micro-batches over padded batches that are grouped by length."""
+    packing: float | None  # random packs over random padded batches; None where batches stay padded
+    balance: float  # the sampler's micro-batches over random packs, or over random padded batches
+    grouped: float  # the sampler's micro-batches over padded batches that are grouped by length
 
     @property
     def whole(self) -> float:
@@ -131,15 +112,11 @@ class AskedSteps:
     """What the trainer's settings ask of a run."""
 
     samples_per_step: int
-    batch_size: int
-    """Samples of a micro-batch, before."""
-    micro_batches: int
-    """Micro-batches of each rank and step, before."""
-    epochs: float
-    """How many there are, unless ``max_steps`` says when to end."""
+    batch_size: int  # samples of a micro-batch, before
+    micro_batches: int  # Micro-batches of each rank and step, before
+    epochs: float  # how many there are, unless max_steps says when to end
     max_steps: int = -1
-    limits: PackLimits | None = None
-    """Those that were given."""
+    limits: PackLimits | None = None  # those that were given
 
     def told(self, sampler: PackSampler) -> str:
         """What an optimizer step holds of what was asked, and what becomes of the schedule where it holds another."""
@@ -169,7 +146,7 @@ def expected_gains(
     samples, ranks = _drawn(sampler, asked_steps)
 
     def per_sample(loads: Load, samples_a_step: float) -> float:
-        return step_seconds(loads, costs, layout) / samples_a_step
+        return float(np.add(*step_seconds(loads, costs, layout)).mean()) / samples_a_step
 
     def host(batching: Batching) -> float:
         batches = padded_batches(samples, batch=asked_steps.batch_size, batching=batching, **ranks)
