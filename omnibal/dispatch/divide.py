@@ -39,9 +39,8 @@ def divide(
 ) -> IntArray:
     """Say which rank works on which sample.
 
-    Gradients do not depend on it, as long as the loss is a sum over all ranks' samples; how long the slowest rank takes
-    does. Needs no torch and knows nothing of models: costs may be seconds, tokens, or a CostModel of loads
-    (``CostModel(llm_tokens=a, llm_tokens_squared=b)(Load(0, tokens, tokens**2))`` is the paper's equation 2).
+    Gradients do not depend on it if the loss is a sum over all ranks' samples. Costs may be seconds, tokens, or a
+    CostModel of loads (``CostModel(llm_tokens=a, llm_tokens_squared=b)`` is the paper's equation 2).
 
     Args:
         costs: What each sample costs, (samples,); or several costs that are to be even at once, such as those of the
@@ -81,17 +80,7 @@ def divide(
             raise ConfigError(f"method must be 'even' for several costs or limits, got {method!r} with {what}")
         return METHODS[method](values, int(num_ranks))
     columns = _columns(values)
-    most = np.zeros(0) if limits is None else _numbers("limits", limits, dimensions=(1,))
-    if sizes is None:
-        taken = columns if limits is not None else np.zeros((len(columns), 0))
-    else:
-        taken = _columns(_numbers("sizes", sizes, dimensions=(1, 2)))
-    if taken.shape != (len(columns), len(most)):
-        raise ConfigError(
-            f"sizes must be of shape ({len(columns)} samples, {len(most)} limits), got {taken.shape}; give limits too"
-        )
-    # What is plainly infeasible is named; whether the rest fits, only the search tells.
-    _refuse_too_much(taken, most, num_ranks)
+    taken, most = _limited(columns, num_ranks, sizes, limits)
     destination = _even(columns, int(num_ranks), taken, most)
     if destination is None:
         fullest = (taken.sum(axis=0) / (num_ranks * most)).max()
@@ -102,14 +91,28 @@ def divide(
     return destination
 
 
-def _refuse_too_much(taken: FloatArray, most: FloatArray, num_ranks: int) -> None:
-    """Refuse what no division can mend: a sample over a limit, or more in all than all ranks hold."""
+def _limited(
+    columns: FloatArray, num_ranks: int, sizes: npt.ArrayLike | None, limits: npt.ArrayLike | None
+) -> tuple[FloatArray, FloatArray]:
+    """What samples take of the limits, and the limits."""
+    most = np.zeros(0) if limits is None else _numbers("limits", limits, dimensions=(1,))
+    if sizes is None:
+        taken = columns if limits is not None else np.zeros((len(columns), 0))
+    else:
+        taken = _columns(_numbers("sizes", sizes, dimensions=(1, 2)))
+    if taken.shape != (len(columns), len(most)):
+        raise ConfigError(
+            f"sizes must be of shape ({len(columns)} samples, {len(most)} limits), got {taken.shape}; give limits too"
+        )
+    # What no division can mend is named: a sample over a limit, or more in all than all ranks hold. Whether the rest
+    # fits, only the search tells.
     for sample, limit in np.argwhere(taken > most):
         got = f"{taken[sample, limit]:g} of at most {most[limit]:g} (sample {sample})"
         raise InfeasibleError(f"sizes must fit within limits on a rank, got {got}")
     for limit in np.flatnonzero(taken.sum(axis=0) > num_ranks * most * (1 + ROUNDING)):
         got = f"{taken[:, limit].sum():g} for {num_ranks} ranks of at most {most[limit]:g}"
         raise InfeasibleError(f"sizes must fit within the limits of all ranks, got {got}")
+    return taken, most
 
 
 def _numbers(name: str, values: npt.ArrayLike, *, dimensions: tuple[int, ...]) -> FloatArray:

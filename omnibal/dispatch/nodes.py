@@ -170,13 +170,7 @@ def _relieve(
             for other in lists_here:
                 # Only ranks of the two nodes send more or less after the exchange.
                 _write_change(change, wanted[entry], other, node_of, list_starts, holders, volumes)
-                growth, largest = 0.0, 0.0
-                for side, node in ((0, here), (1, there)):
-                    for place in range(ranks_per_node):
-                        now = sent[node * ranks_per_node + place]
-                        then = now + change[side, place]
-                        growth += _power(then / scale) - _power(now / scale)
-                        largest = max(largest, then)
+                growth, largest = _growth(change, sent, here, there, scale)
                 stays = free_from[wanted[entry]] > number or free_from[other] > number
                 if growth < lowest and not (stays and largest >= least):
                     come, go, lowest = wanted[entry], other, growth
@@ -192,6 +186,19 @@ def _relieve(
             least = sent.max()
             best[:] = node_of
     node_of[:] = best
+
+
+@compiled
+def _growth(change: FloatArray, sent: FloatArray, here: np.int64, there: np.int64, scale: float) -> tuple[float, float]:
+    """How much Σ (sent / scale)¹⁶ grows by a change on two nodes, and the most that one of their ranks sends then."""
+    growth, largest, ranks_per_node = 0.0, 0.0, change.shape[1]
+    for side, node in ((0, here), (1, there)):
+        for place in range(ranks_per_node):
+            now = sent[node * ranks_per_node + place]
+            then = now + change[side, place]
+            growth += _power(then / scale) - _power(now / scale)
+            largest = max(largest, then)
+    return growth, largest
 
 
 @compiled

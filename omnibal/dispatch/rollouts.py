@@ -34,10 +34,9 @@ def balanced_rows(
 ) -> Rows:
     """Divide rollouts into micro-batches that take all ranks equally long, in the vision encoder and in the LLM.
 
-    All ranks get equally many micro-batches, as few as the budget allows, and each rollout is in one of them. The
-    micro-batches that ranks run at the same time are those of nearest cost: a long rollout is waited for once.
-    Gradients do not depend on the division if the loss is a sum over all ranks' tokens divided by their number. Every
-    rank computes the same division from the same numbers, without torch and in O(rollouts · ranks · micro-batches).
+    All ranks get equally many micro-batches, as few as the budget allows. Ranks run micro-batches of nearest cost at
+    the same time. Gradients do not depend on the division if the loss is a sum over all ranks' tokens divided by their
+    number. Every rank computes the same division from the same numbers.
 
     Args:
         lengths: What each rollout brings, prompt and answer together: ``vision_units`` of the prompt's images (tiles,
@@ -45,15 +44,13 @@ def balanced_rows(
         model: What sets the costs: a published model's name (``"Qwen2.5-VL-7B"``), a Hugging Face folder or
             ``config.json``, a configuration of transformers, a model that has one as ``.config``, or the two
             ``CostModel`` of encoder and LLM, in one unit.
-        ranks: Data-parallel ranks, at least 1.
+        ranks: Data-parallel ranks.
         token_budget: The most tokens that a micro-batch may hold, padding not counted.
         micro_batches: The least number of micro-batches of a rank, where the trainer asks for more than the budget.
-        equal_counts: Whether all micro-batches hold equally many rollouts, as trainers demand that cut a batch into
-            equal parts or take a mean over rollouts.
+        equal_counts: Whether all micro-batches hold equally many rollouts, as some trainers demand.
 
     Returns:
-        ``rows[rank][micro_batch]``, the numbers of rollouts in ascending order, (rollouts of this micro-batch,). A
-        micro-batch is empty only if there are fewer rollouts than ``ranks · micro-batches``.
+        ``rows[rank][micro_batch]``, numbers of rollouts, ascending; empty only if rollouts are too few for all.
 
     Raises:
         ConfigError: The model is unknown, or a number is below 1.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,12 @@ from omnibal.memory.footprint import NOT_OFFERED, Footprint
 from omnibal.profile.records import LEVELS, LayerCost, Level, ModelProfile
 
 _PICOSECONDS = 1e12  # times as whole numbers, so that sums in any order are equal
+# Rows of a frontier, an array of (5, points) in the order of the points' time:
+KEPT: Final = 0  # bytes kept of one micro-batch
+TIME: Final = 1  # recomputation of one micro-batch, in picoseconds
+PEAK: Final = 2  # bytes kept of all micro-batches held, with the largest transient
+ORIGIN: Final = 3  # the point of the previous frontier that each point grew from
+LEVEL: Final = 4  # the level of the layer that was added
 
 
 def choose_levels(
@@ -82,15 +88,15 @@ def least_recompute(
     for layer in range(len(kept) - 1, -1, -1):
         frontiers.append(extend(frontiers[-1], kept[layer], time[layer], transient[layer], held, room_bytes))
     found = frontiers[-1]
-    if not len(found.kept):
+    if not found.shape[1]:
         return None
-    fastest = np.flatnonzero(found.time == found.time[0])
-    point = int(fastest[found.peak[fastest].argmin()])
+    fastest = np.flatnonzero(found[TIME] == found[TIME, 0])
+    point = int(fastest[found[PEAK, fastest].argmin()])
     # Each frontier knows the level of the layer that it added and the point that it grew from: walk back along those.
     chosen = []
     for frontier in reversed(frontiers[1:]):
-        chosen.append(frontier.level[point])
-        point = frontier.origin[point]
+        chosen.append(frontier[LEVEL, point])
+        point = frontier[ORIGIN, point]
     return np.array(chosen)
 
 
@@ -98,7 +104,7 @@ def least_bytes(kept: IntArray, transient: IntArray, *, held: int = 1, least_tra
     frontier, no_time = start(least_transient), np.zeros(kept.shape[1], dtype=np.int64)
     for layer in range(len(kept) - 1, -1, -1):
         frontier = extend(frontier, kept[layer], no_time, transient[layer], held, NOT_OFFERED)
-    return int(frontier.peak.min())
+    return int(frontier[PEAK].min())
 
 
 def recompute_seconds(profile: ModelProfile, loads: Load) -> FloatArray:
@@ -188,37 +194,28 @@ class StageTable:
         return (a < b) & starts & ends
 
 
-class Frontier(NamedTuple):
-    """Points in the order of their time."""
-
-    kept: IntArray  # bytes kept of one micro-batch
-    time: IntArray  # recomputation of one micro-batch, in picoseconds
-    peak: IntArray  # bytes kept of all micro-batches held, with the largest transient
-    origin: IntArray  # the point of the previous frontier that each point grew from
-    level: IntArray  # the level of the layer that was added
-
-
 @compiled
-def start(least_transient: int) -> Frontier:
+def start(least_transient: int) -> IntArray:
     """The frontier before any layer: one point that keeps nothing, with the peak of the loss."""
-    nothing = np.zeros(1, dtype=np.int64)
-    return Frontier(nothing, nothing, np.full(1, least_transient, dtype=np.int64), nothing, nothing)
+    frontier = np.zeros((5, 1), dtype=np.int64)
+    frontier[PEAK, 0] = least_transient
+    return frontier
 
 
 @compiled
 def extend(
-    behind: Frontier, kept: IntArray, time: IntArray, transient: IntArray, held: int, most_bytes: int
-) -> Frontier:
+    behind: IntArray, kept: IntArray, time: IntArray, transient: IntArray, held: int, most_bytes: int
+) -> IntArray:
     """Add a layer before those of a frontier, at each of its levels; points of a peak above ``most_bytes`` go.
 
     Of choices that are equal in everything, the one with the last level for the new layer stays.
     """
-    num_points, num_levels = len(behind.kept), len(kept)
+    num_points, num_levels = behind.shape[1], len(kept)
     size = num_points * num_levels
     # O(points × levels × points that differ in kept bytes and peak)
-    found = np.empty((5, size), dtype=np.int64)  # rows as the fields of a Frontier
-    # The stairs are the points accepted so far that no other is below in both kept bytes and peak.
-    stairs_kept, stairs_peak, num_stairs = np.empty(size, dtype=np.int64), np.empty(size, dtype=np.int64), 0
+    found = np.empty((5, size), dtype=np.int64)
+    # The stairs are the points accepted so far that no other is below in both kept bytes (row 0) and peak (row 1).
+    stairs, num_stairs = np.empty((2, size), dtype=np.int64), 0
     position, count = np.zeros(num_levels, dtype=np.int64), 0
     # Each level turns the points behind into a list in the order of time. Merge these lists: ``position`` is where each
     # one stands, ``level`` the one that comes next.
@@ -226,50 +223,49 @@ def extend(
         level, least = -1, 0
         for k in range(num_levels):
             if kept[k] < NOT_OFFERED and position[k] < num_points:
-                candidate = behind.time[position[k]] + time[k]
+                candidate = behind[TIME, position[k]] + time[k]
                 if level < 0 or candidate <= least:
                     level, least = k, candidate
         if level < 0:
             break
         point = position[level]
         position[level] += 1
-        new_kept = behind.kept[point] + kept[level]
+        new_kept = behind[KEPT, point] + kept[level]
         # The transient beyond all kept bytes is that of the layers behind, or that of this layer when they have freed
         # theirs.
-        beyond = max(behind.peak[point] - held * behind.kept[point], transient[level] - behind.kept[point])
+        beyond = max(behind[PEAK, point] - held * behind[KEPT, point], transient[level] - behind[KEPT, point])
         peak = held * new_kept + beyond
         # Every earlier point takes no more time, so a new one must be below all of them in kept bytes or peak.
-        if peak > most_bytes or _is_dominated(stairs_kept[:num_stairs], stairs_peak[:num_stairs], new_kept, peak):
+        if peak > most_bytes or _is_dominated(stairs, num_stairs, new_kept, peak):
             continue
-        num_stairs = _add_stair(stairs_kept, stairs_peak, num_stairs, new_kept, peak)
+        num_stairs = _add_stair(stairs, num_stairs, new_kept, peak)
         # One by one: numba compiles an assignment to a whole column for a second, for its messages about shapes.
-        found[0, count], found[1, count], found[2, count] = new_kept, least, peak
-        found[3, count], found[4, count] = point, level
+        found[KEPT, count], found[TIME, count], found[PEAK, count] = new_kept, least, peak
+        found[ORIGIN, count], found[LEVEL, count] = point, level
         count += 1
-    return _frontier(found[:, :count])
+    frontier = np.empty((5, count), dtype=np.int64)
+    for row in range(5):
+        for point in range(count):
+            frontier[row, point] = found[row, point]
+    return frontier
 
 
 @compiled
-def _frontier(rows: IntArray) -> Frontier:
-    return Frontier(rows[0].copy(), rows[1].copy(), rows[2].copy(), rows[3].copy(), rows[4].copy())
-
-
-@compiled
-def _is_dominated(stairs_kept: IntArray, stairs_peak: IntArray, kept: int, peak: int) -> bool:
+def _is_dominated(stairs: IntArray, num_stairs: int, kept: int, peak: int) -> bool:
     dominated = False  # no early exit, so that the compiler can compare several stairs at once
-    for stair in range(len(stairs_kept)):
-        dominated |= stairs_kept[stair] <= kept and stairs_peak[stair] <= peak
+    for stair in range(num_stairs):
+        dominated |= stairs[0, stair] <= kept and stairs[1, stair] <= peak
     return dominated
 
 
 @compiled
-def _add_stair(stairs_kept: IntArray, stairs_peak: IntArray, num_stairs: int, kept: int, peak: int) -> int:
+def _add_stair(stairs: IntArray, num_stairs: int, kept: int, peak: int) -> int:
     left = 0  # the stairs that the new point is below in both are dropped
     for stair in range(num_stairs):
-        if stairs_kept[stair] < kept or stairs_peak[stair] < peak:
-            stairs_kept[left], stairs_peak[left] = stairs_kept[stair], stairs_peak[stair]
+        if stairs[0, stair] < kept or stairs[1, stair] < peak:
+            stairs[0, left], stairs[1, left] = stairs[0, stair], stairs[1, stair]
             left += 1
-    stairs_kept[left], stairs_peak[left] = kept, peak
+    stairs[0, left], stairs[1, left] = kept, peak
     return left + 1
 
 
@@ -294,11 +290,11 @@ def sweep(
         for first in range(1, layer + 1):
             most = max(most, room[first])
         frontier = extend(frontier, kept[layer], time[layer], transient[layer], held, most)
-        if len(frontier.kept) == 0:
+        if frontier.shape[1] == 0:
             break
-        for point in range(len(frontier.kept)):
-            least_peak[layer] = min(least_peak[layer], frontier.peak[point])
+        for point in range(frontier.shape[1]):
+            least_peak[layer] = min(least_peak[layer], frontier[PEAK, point])
             # Points are in the order of time: the first one that fits is the fastest.
-            if best[layer] < 0 and frontier.peak[point] <= room[layer]:
-                best[layer] = frontier.time[point]
+            if best[layer] < 0 and frontier[PEAK, point] <= room[layer]:
+                best[layer] = frontier[TIME, point]
     return best, least_peak

@@ -21,32 +21,25 @@ def run_table(
     table: Table, blocking: bool, seconds: FloatArray, transfers: FloatArray, release: FloatArray, starts: FloatArray,
     ends: FloatArray,
 ) -> bool:  # fmt: skip
-    """Fill in when each instruction of a table starts and ends; whether all could run: if not, there is a deadlock.
+    """Write when each instruction of a table starts and ends; False if not all could run, which is a deadlock.
 
-    Args:
-        table: ``Schedule.blocking_table`` if transfers block, else ``Schedule.table``.
-        blocking: Whether both sides of a transfer wait for each other and are busy until it ends. Otherwise transfers
-            start by themselves and cost no stage time; a link carries one at a time in each direction.
-        seconds: Of each computation by Operation, (4, micro-batches, stages).
-        transfers: From a stage to the next one, either way, (micro-batches, stages).
-        release: When each row may begin its first forward pass, (rows,).
-        starts: Output, seconds, of the shape of the table's operations.
-        ends: Output, likewise.
+    If transfers block (``Schedule.blocking_table``), both sides wait for each other and are busy until a transfer ends.
+    Otherwise (``Schedule.table``) transfers start by themselves and cost no stage time, one at a time on each link.
     """
+    # seconds: of each computation by Operation, (4, micro-batches, stages); transfers: from a stage to the next one,
+    # either way, (micro-batches, stages); release: when a row may begin its first forward pass, (rows,).
     operations, micro_batches, lengths, stages, before, behind = table
     num_rows = len(lengths)
-    clock = np.zeros(num_rows)  # when a row has ended its last instruction
+    # When a row has ended its last instruction, and when the links from it are free.
+    clock, down, up = np.zeros((3, num_rows))
     done = np.zeros(num_rows, dtype=np.int64)  # instructions that a row has run
     # When a micro-batch's activation and its gradient arrive at each row.
     activation, gradient = np.empty((2, 0 if blocking else len(before), num_rows))
-    if not blocking:
-        _write_first_arrivals(before, activation)
-        _write_first_arrivals(behind, gradient)
-    down, up = np.zeros(num_rows), np.zeros(num_rows)  # when the links from a row are free
+    _write_first_arrivals(before, activation)
+    _write_first_arrivals(behind, gradient)
     # Visit the rows in turn. Each one runs until it meets a transfer whose other side has not come to it, or an input
-    # that has not been sent. A round in which no row ran anything is the end of the step, or a deadlock:
-    # O(instructions) for pipelines that keep busy, O(instructions × rows) at worst.
-    left, going_on = lengths.sum(), True
+    # that has not been sent. A round in which no row ran anything is the end of the step, or a deadlock.
+    going_on = True
     while going_on:
         going_on = False
         for row in range(num_rows):
@@ -66,7 +59,6 @@ def run_table(
                     clock[row] = starts[row, here] + transfers[m, min(stage, stages[peer])]
                     clock[peer] = ends[row, here] = ends[peer, there] = clock[row]
                     done[peer] += 1
-                    left -= 1
                 else:
                     ready = max(clock[row], release[row])
                     if not blocking:
@@ -75,19 +67,15 @@ def run_table(
                             break
                     starts[row, here] = ready
                     clock[row] = ends[row, here] = ready + seconds[operation, m, stage]
-                    if not blocking:
-                        # The result leaves when its row has computed it and the link has carried all earlier ones.
-                        sender, receiver = before[m, row], behind[m, row]
-                        if operation == _F and receiver >= 0:
-                            down[row] = max(clock[row], down[row]) + transfers[m, stage]
-                            activation[m, receiver] = down[row]
-                        elif operation in (_BW, _B) and sender >= 0:
-                            up[row] = max(clock[row], up[row]) + transfers[m, stages[sender]]
-                            gradient[m, sender] = up[row]
+                    # The result leaves when its row has computed it and the link has carried all earlier ones.
+                    sender, receiver = before[m, row], behind[m, row]
+                    if operation == _F and receiver >= 0 and not blocking:
+                        down[row] = activation[m, receiver] = max(clock[row], down[row]) + transfers[m, stage]
+                    elif operation in (_BW, _B) and sender >= 0 and not blocking:
+                        up[row] = gradient[m, sender] = max(clock[row], up[row]) + transfers[m, stages[sender]]
                 done[row] += 1
-                left -= 1
                 going_on = True
-    return bool(left == 0)
+    return bool(done.sum() == lengths.sum())
 
 
 @compiled
@@ -109,14 +97,9 @@ def run_steps(
     Replicas do not meet within a step, but for those of units, which the table holds as one.
 
     Args:
-        times: The replicas of all steps, step after step.
-        table: As of `run_table`.
-        boundaries: Of the partition.
-        num_steps: How many steps ``times`` are of.
-        blocking: As of `run_table`.
+        times: The replicas of ``num_steps`` steps, step after step.
         head_start: Seconds for which updated weights have been on their way when a step begins.
-        starts: Output, (replicas, rows, longest list): when the replicas of the last step ran what. With one replica
-            alone, all of them are written there, one over the other.
+        starts: Output of the last step, (replicas, rows, longest list); with room for one replica, the last one's.
         ends: Output, likewise.
         reduced: Output, (stages,): when each stage has added up its gradients over the replicas in the last step.
     """

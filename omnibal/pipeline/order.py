@@ -30,16 +30,11 @@ def order_micro_batches(
     """Find an order of micro-batches whose makespan is never longer than that of the order given.
 
     Three orders are simulated, and the fastest one is taken: the order given, that of :func:`fill_intervals`, and the
-    smallest micro-batch first, then all others from the largest on. Further simulations try to swap pairs of
-    micro-batches, each swap that shortens the makespan being kept, until no swap does.
+    smallest micro-batch first, then all others from the largest on. Further simulations swap pairs of micro-batches as
+    long as that shortens the makespan.
 
     Args:
-        schedule: What each stage runs.
-        forward_seconds: As in :func:`omnibal.pipeline.simulate.simulate`, rows in the order given.
-        backward_seconds: Likewise.
-        weight_seconds: Likewise.
-        transfer_seconds: Likewise.
-        mode: Likewise.
+        schedule: As in :func:`omnibal.pipeline.simulate.simulate`, and so are all arguments but the last.
         max_simulations: The most orders that are simulated, at least 3; with 3 nothing is swapped. A round of swaps
             takes m (m - 1) / 2 simulations of m micro-batches.
 

@@ -209,7 +209,11 @@ def _seen_from(stage: int, times: StepTimes, replica: int, schedule: Schedule, f
     # The stage before waits for the whole of a BW, but for no W.
     waited_for = 0.0 if any(schedule.pending_weights) else weight
     # ``stage`` cuts lie before this stage, one of them at its own start, and num_stages - stage - 1 behind it.
-    to_stage, to_start = (each + _least_crossings(each[:, ::-1], stage - 1)[:, ::-1] for each in (crossing, back))
+    backwards = (np.ascontiguousarray(each[:, ::-1]) for each in (crossing, back))
+    to_stage, to_start = (
+        each + _least_crossings(turned, stage - 1)[:, ::-1]
+        for each, turned in zip((crossing, back), backwards, strict=True)
+    )
     down, up = (each + _least_crossings(each, schedule.num_stages - stage - 2) for each in (crossing, back))
     there_and_back = forward + backward + waited_for
     to_stage = forward + to_stage

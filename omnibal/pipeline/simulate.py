@@ -212,19 +212,16 @@ def simulate_step(
     """Predict one optimizer step.
 
     Args:
-        profile: What the layers cost.
-        partition: Which layers each stage holds. With units, the encoder's stages come first; with a spread encoder,
-            the LLM's first stage begins with the encoder's layers.
+        profile: Costs of the layers.
+        partition: Which layers each stage holds. The first stage of the LLM counts the layers of a spread encoder.
         loads: One Load per replica (of the LLM), each with one entry per micro-batch in the order in which they run.
         links: How fast data moves between stages, and between replicas (of the LLM).
         layout: Where the encoder runs; by default in the pipeline's first stages.
-        encoder_links: Between the encoder's replicas with units, between all devices if the encoder is spread; by
-            default as ``links``.
+        encoder_links: Between replicas of units' encoder, or all devices of a spread one; by default as ``links``.
         zero_stage: 0, or 1 as in Layout: each replica updates its share of the parameters only. A layout says its own.
         recompute: A level for each layer; by default ``"none"``.
         schedule: By default 1F1B. Stages before the first trained layer run it forward only.
-        mode: As in :func:`simulate`, for schedules with whole backward passes; others overlap (:func:`mode_of`), and so
-            do units.
+        mode: As in :func:`simulate`; units and schedules with split backward passes overlap.
 
     Raises:
         ConfigError: The partition, the levels, the layout or the schedule do not fit, loads are not one per replica and

@@ -106,64 +106,45 @@ def allocate(
 ) -> list[Allocation]:
     """The fastest ways to give modules devices of their own, best first.
 
-    Tried are all combinations of tensor degrees t and replicas r (divisors of the global batch). The backbone's d
-    replicas take a sample each in a micro-batch, so that a step has m = global_batch / d of them. With
-    n = t · r · stages devices for a module of C seconds per sample, forward and backward,
+    The backbone's d replicas take a sample each in a micro-batch, so that a step has m = global_batch / d of them.
+    With n = t · r · stages devices (tensor degree t, replicas r) for a module of C seconds per sample in all,
 
         warm_up = Σ ⌈d / r⌉ · C / virtual_stages
         steady = (m − 1 / virtual_stages) · max(d · t · C / n)
         bytes on a device of the first stage = (r · P + S + L · max(r, d · q)) / n
 
     for P bytes of parameters and gradients, S of optimizer state, L of a sample's activations and q micro-batches in
-    flight: the module's own stages and those of later modules, at most m. The best real-valued n has a closed form
-    (devices in proportion to work, but no fewer than memory demands) that no whole number of stages undercuts. Only
-    where the closed form is below the best found so far are whole stages counted, so that the result is the optimum
-    over whole stages. The time grows with the product of all modules' combinations: on one core 0.35 seconds for three
-    modules on 1296 devices with a global batch of 1920, and some seconds for four on 324.
+    flight: the module's own stages and those of later modules, at most m. The result is the optimum over whole stages.
 
     Args:
         modules: In the order of data: encoder, language model, generator.
         num_devices: Devices of the cluster; the result may leave some idle.
-        global_batch: Samples of a step.
         device_memory_bytes: What a device may hold of parameters, gradients, optimizer state and activations.
-        backbone: Name of the module whose replicas take one sample each in a micro-batch.
-        replicas: Numbers of replicas to try, of which those count that divide the backbone's or are multiples of it; by
-            default all divisors of the global batch. Where d does not divide it, m is rounded up.
         degrees: Tensor degrees to try; at most the devices of a node, where tensor ranks must not cross nodes.
+        replicas: Numbers of replicas to try; by default all divisors of the global batch. Others round m up.
         virtual_stages: Parts of each stage under interleaved 1F1B, whose activations are counted as those of 1F1B.
-        most: The most allocations to return.
 
     Raises:
         ConfigError: An argument is out of range.
         InfeasibleError: Nothing fits; the message has the missing devices or bytes.
 
     Source: Zhang et al., DistTrain, SIGCOMM 2025, sections 5.1 and 5.2 with Algorithm 1. Deviations: a closed form in
-    place of a convex solver; stages are whole numbers, at most a module's layers; a replica takes whole samples during
-    warm-up; activations in flight are counted through later modules; interleaving does not divide the slowest stage's
-    own first micro-batch, so that a step is never shorter than m micro-batches of that stage. Communication between
-    replicas and between stages is not counted.
+    place of a convex solver; whole stages, at most a module's layers; whole samples during warm-up; activations in
+    flight count those of later modules; a step is never shorter than m micro-batches of its slowest stage.
 
     Example:
-        >>> memory = dict(parameter_bytes=4e9, gradient_bytes=4e9, optimizer_bytes=24e9, activation_bytes=1e9)
         >>> encoder = ModuleCost("vision", {1: 0.1}, backward_ratio=0)
-        >>> best, *_ = allocate([encoder, ModuleCost("language", {1: 0.1, 2: 0.06}, **memory)], 8, global_batch=48,
-        ...     device_memory_bytes=40e9)
+        >>> language = ModuleCost("language", {1: 0.1, 2: 0.06}, parameter_bytes=8e9, optimizer_bytes=24e9)
+        >>> best, *_ = allocate([encoder, language], 8, global_batch=48, device_memory_bytes=40e9)
         >>> best.units["vision"].num_devices, best.units["language"].num_devices, round(best.iteration_seconds, 3)
         (2, 6, 2.7)
     """
-    names, tried = [module.name for module in modules], sorted(set(degrees))
-    if len(set(names)) < len(names) or backbone not in names:
-        raise ConfigError(f"modules must have names of their own, {backbone!r} among them, got {', '.join(names)}")
-    for module in modules:
-        if not set(tried) & set(module.forward_seconds):
-            raise ConfigError(f"forward_seconds of {module.name} must have one of the degrees {tried}, got none")
-        if module.num_layers is not None:
-            integer("virtual_stages", virtual_stages, 1, module.num_layers)
+    tried = sorted(set(degrees))
     if not device_memory_bytes > 0:
         raise ConfigError(f"device_memory_bytes must be positive, got {device_memory_bytes!r}")
     problem = _AllocationProblem(
         tuple(modules),
-        names.index(backbone),
+        _backbone_index(modules, backbone, tried, virtual_stages),
         integer("num_devices", num_devices, 1),
         integer("global_batch", global_batch, 1),
         tuple(tried),
@@ -171,6 +152,19 @@ def allocate(
         integer("virtual_stages", virtual_stages, 1),
     )
     return problem.best(device_memory_bytes, integer("most", most, 1)) or problem.refuse(device_memory_bytes)
+
+
+def _backbone_index(modules: Sequence[ModuleCost], backbone: str, tried: Sequence[int], virtual_stages: int) -> int:
+    """Which of the modules is the backbone, once they are checked."""
+    names = [module.name for module in modules]
+    if len(set(names)) < len(names) or backbone not in names:
+        raise ConfigError(f"modules must have names of their own, {backbone!r} among them, got {', '.join(names)}")
+    for module in modules:
+        if not set(tried) & set(module.forward_seconds):
+            raise ConfigError(f"forward_seconds of {module.name} must have one of the degrees {tried}, got none")
+        if module.num_layers is not None:
+            integer("virtual_stages", virtual_stages, 1, module.num_layers)
+    return names.index(backbone)
 
 
 class _Choices(NamedTuple):
@@ -189,6 +183,10 @@ class _Choices(NamedTuple):
 
 @dataclass(frozen=True)
 class _AllocationProblem:
+    # The best real-valued number of devices has a closed form (in proportion to work, but no fewer than memory demands)
+    # that no whole number of stages undercuts. Whole stages are counted only if the closed form is below the best found
+    # so far. The time grows with the product of all modules' combinations: on one core 0.35 seconds for three modules
+    # on 1296 devices with a global batch of 1920, and some seconds for four on 324.
     modules: tuple[ModuleCost, ...]
     backbone: int
     num_devices: int

@@ -14,7 +14,12 @@ from omnibal.device import Device
 from omnibal.errors import InfeasibleError
 from omnibal.memory.footprint import Footprint
 from omnibal.memory.recompute import (
+    KEPT,
+    LEVEL,
     NOT_OFFERED,
+    ORIGIN,
+    PEAK,
+    TIME,
     StageTable,
     choose_levels,
     extend,
@@ -218,25 +223,27 @@ def frontier_of(layers, held, floor, most):
 @given(LAYERS, HELD, FLOOR, st.integers(0, 700))
 def test_the_frontier_holds_the_best_of_all_choices_for_every_room(layers, held, floor, most):
     frontier = frontier_of(layers, held, floor, most)
-    assert (np.diff(frontier.time) >= 0).all()
+    assert (np.diff(frontier[TIME]) >= 0).all()
     every = list(choices(layers, held, floor))
-    assert set(zip(frontier.kept.tolist(), frontier.time.tolist(), frontier.peak.tolist(), strict=True)) <= set(every)
+    assert set(zip(frontier[KEPT].tolist(), frontier[TIME].tolist(), frontier[PEAK].tolist(), strict=True)) <= set(
+        every
+    )
     for room in range(0, most + 1, 23):
         expected = min((time for _, time, peak in every if peak <= room), default=None)
-        fitting = frontier.time[frontier.peak <= room]
+        fitting = frontier[TIME][frontier[PEAK] <= room]
         assert (int(fitting[0]) if len(fitting) else None) == expected
 
 
 def test_each_point_says_where_it_comes_from():
     behind = extend(start(0), np.array([5, 1]), np.array([0, 4]), np.zeros(2, dtype=int), 1, 100)
     frontier = extend(behind, np.array([10, 2]), np.array([0, 3]), np.zeros(2, dtype=int), 1, 100)
-    assert frontier.kept.tolist() == [15, 7, 3] and frontier.time.tolist() == [0, 3, 7]
-    assert frontier.origin.tolist() == [0, 0, 1] and frontier.level.tolist() == [0, 1, 1]
+    assert frontier[KEPT].tolist() == [15, 7, 3] and frontier[TIME].tolist() == [0, 3, 7]
+    assert frontier[ORIGIN].tolist() == [0, 0, 1] and frontier[LEVEL].tolist() == [0, 1, 1]
 
 
 def test_a_level_that_is_not_offered_is_never_taken():
     frontier = extend(start(0), np.array([NOT_OFFERED, 3]), np.array([0, 1]), np.array([NOT_OFFERED, 0]), 2, 2**62)
-    assert frontier.kept.tolist() == [3] and frontier.level.tolist() == [1]
+    assert frontier[KEPT].tolist() == [3] and frontier[LEVEL].tolist() == [1]
 
 
 def test_layers_that_are_alike_make_few_points():
@@ -244,7 +251,7 @@ def test_layers_that_are_alike_make_few_points():
     for _ in range(200):
         options = np.array([1003, 59]), np.array([0, 213]), np.array([300, 1244])
         frontier = extend(frontier, *options, 3, 10**9)
-    assert len(frontier.kept) < 2 * 201
+    assert frontier.shape[1] < 2 * 201
 
 
 @pytest.mark.parametrize("name", ["InternVL3-1B", "LLaVA-1.5-7B", "Qwen2.5-VL-3B"])
