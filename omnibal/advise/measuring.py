@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from omnibal.advise.models import Model, NamedModel
+from omnibal.advise.models import Model
 from omnibal.advise.overlong import Overlong
 from omnibal.advise.present import Present
 from omnibal.data.lengths import IntArray, SampleLengths
@@ -82,7 +82,7 @@ class MeasuredLengths:
 
 def measure(
     data: Sequence[Path],
-    named: NamedModel,
+    model: Model,
     present: Present,
     *,
     images: Path | None = None,
@@ -102,25 +102,25 @@ def measure(
         if path != STANDARD_INPUT and not path.exists():
             raise DataError(f"data must be a file or a folder, got {path}, which does not exist")
     if all(streams):
-        found = _of_head(head_rows(data, images), data, named, _rule(named, present, max_image))
+        found = _of_head(head_rows(data, images), data, model, _rule(model, present, max_image))
     elif any(streams):
         raise DataError(f"data must be shards alone where there are some, got {data[streams.index(False)]} beside them")
     elif all(_holds_lengths(path) for path in data):
-        found = _measured_before(data, named.model)
+        found = _measured_before(data, model)
     elif len(data) > 1:
         raise DataError(f"data must be lengths where there are several files, got {data[1]}; name a meta file of all")
     else:
-        found = _drawn(data[0], named, _rule(named, present, max_image), images, of_each=present.mixture is not None)
+        found = _drawn(data[0], model, _rule(model, present, max_image), images, of_each=present.mixture is not None)
     if not found.is_whole and found.lengths.vision_units.any():
-        found = replace(found, images=_largest_image(named.model, present, max_image))
-    found = _cut(found, present, named.model)
+        found = replace(found, images=_largest_image(model, present, max_image))
+    found = _cut(found, present, model)
     if present.mixture is not None:
         from omnibal.data.source_draws import typical_lengths  # compiled, which no other advice needs
 
         said, lengths = f"{found.said}; drawn with the mixture's first shares", found.lengths
         found = replace(found, lengths=typical_lengths(lengths, present.mixture), videos={}, sounds={}, said=said)
     lengths = found.lengths
-    if named.model.units == "patches" and lengths.vision_squared is None and lengths.vision_units.any():
+    if model.units == "patches" and lengths.vision_squared is None and lengths.vision_units.any():
         squared = lengths.vision_units.astype(np.int64) ** 2
         lengths = SampleLengths(**{**lengths.columns(), "vision_squared": squared})
         found = replace(found, lengths=lengths, said=f"{found.said}; each taken to have one image")
@@ -245,22 +245,20 @@ def _text_tokens(conversation: Conversation, count: Count) -> tuple[int, int]:
     return tokens, targets
 
 
-def _drawn(data: Path, named: NamedModel, rule: ImageRule, images: Path | None, *, of_each: bool) -> MeasuredLengths:
-    counter = _tokenizer(named.folder)
+def _drawn(data: Path, model: Model, rule: ImageRule, images: Path | None, *, of_each: bool) -> MeasuredLengths:
+    counter = _tokenizer(model.folder)
     shards, rows, source = draw_rows(data, images, of_each=of_each, count=DRAWN)
-    drawn = measure_rows(rows, rule, counter or estimated_tokens, str(data), named.model)
+    drawn = measure_rows(rows, rule, counter or estimated_tokens, str(data), model)
     columns, names = drawn.lengths.columns(), names_of(shards.parts)
     lengths = SampleLengths(**{**columns, "source": source[drawn.usable]}, source_names=names)
     text = f"{len(lengths):,} of {shards.num_samples:,} samples measured"
     return _told(replace(drawn, lengths=lengths), text, counter is None)
 
 
-def _of_head(
-    rows: Iterable[tuple[Row, Path]], data: Sequence[Path], named: NamedModel, rule: ImageRule
-) -> MeasuredLengths:
-    counter, names = _tokenizer(named.folder), ", ".join(map(str, data))
-    drawn = measure_rows(islice(rows, DRAWN), rule, counter or estimated_tokens, names, named.model)
-    return replace(_told(drawn, _of_stream(drawn.lengths, named.model.units), counter is None), is_stream=True)
+def _of_head(rows: Iterable[tuple[Row, Path]], data: Sequence[Path], model: Model, rule: ImageRule) -> MeasuredLengths:
+    counter, names = _tokenizer(model.folder), ", ".join(map(str, data))
+    drawn = measure_rows(islice(rows, DRAWN), rule, counter or estimated_tokens, names, model)
+    return replace(_told(drawn, _of_stream(drawn.lengths, model.units), counter is None), is_stream=True)
 
 
 def measured_head(items: Iterable[Any], loads: Callable[[Any], Loads]) -> MeasuredLengths:
@@ -312,9 +310,9 @@ def _tokenizer(folder: Path | None) -> Count | None:
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def _rule(named: NamedModel, present: Present, max_image: int | None) -> ImageRule:
+def _rule(model: Model, present: Present, max_image: int | None) -> ImageRule:
     """What images bring; hosts make those of too many pixels smaller before the image processor gets them."""
-    rule, most = named.model.image_rule(**named.image_options(max_image)), present.max_pixels
+    rule, most = model.image_rule(max_image), present.max_pixels
     if most is None or max_image is not None:
         return rule
 

@@ -43,6 +43,8 @@ class Model:
     has_own_images: bool = False
     """Whether a folder says how large images may be; if not, they are as published folders let them be."""
 
+    folder: Path | None = None  # the Hugging Face folder; None where a known name is all there is
+
     @property
     def records(self) -> tuple[LayerRecord, ...]:
         return layer_records(self.config)
@@ -60,27 +62,31 @@ class Model:
         most = self.preprocessor["size"].get("longest_edge")
         return None if most is None else (int(most), "pixels")
 
-    def image_rule(self, max_tiles: int | None = None, max_pixels: int | None = None) -> ImageRule:
-        """The rule that turns sizes of images into loads, with another limit than the preprocessor's if given."""
+    def image_rule(self, most: int | None = None) -> ImageRule:
+        """The rule that turns sizes of images into loads.
+
+        ``most`` are tiles of an image, or pixels under a family that resizes images, in place of the preprocessor's.
+        """
         preprocessor, family = dict(self.preprocessor), family_of(self.config)
-        if max_pixels is not None:
-            if "longest_edge" not in preprocessor["size"]:
+        if most is None:
+            return family.images(self.config, preprocessor)[1]
+        if family.tile_limits is not None:
+            if most > MOST_TILES:
                 raise ConfigError(
-                    f"max_image must be left out for {self.name}, which has no such limit, got {max_pixels}"
+                    f"max_image must be at most {MOST_TILES:,} tiles for {self.name}, which cuts images, got {most}; "
+                    "pixels are of models that resize them"
                 )
-            least = preprocessor["size"].get("shortest_edge", 1)
-            if max_pixels < least:
-                raise ConfigError(
-                    f"max_image must be at least {least:,} pixels for {self.name}, which resizes images, got "
-                    f"{max_pixels}; tiles are of models that cut them"
-                )
-            preprocessor["size"] = {**preprocessor["size"], "longest_edge": max_pixels}
-        if max_tiles is not None and max_tiles > MOST_TILES:
+            return family.images(self.config, preprocessor, max_tiles=most)[1]
+        if "longest_edge" not in preprocessor["size"]:
+            raise ConfigError(f"max_image must be left out for {self.name}, which has no such limit, got {most}")
+        least = preprocessor["size"].get("shortest_edge", 1)
+        if most < least:
             raise ConfigError(
-                f"max_image must be at most {MOST_TILES:,} tiles for {self.name}, which cuts images, got {max_tiles}; "
-                "pixels are of models that resize them"
+                f"max_image must be at least {least:,} pixels for {self.name}, which resizes images, got {most}; tiles "
+                "are of models that cut them"
             )
-        return family.images(self.config, preprocessor, max_tiles=max_tiles)[1]
+        preprocessor["size"] = {**preprocessor["size"], "longest_edge": most}
+        return family.images(self.config, preprocessor)[1]
 
     def video_rule(self, **changed: Any) -> VideoRule:
         """The rule that turns videos' headers into loads, with other settings than the processor's where given."""
@@ -128,23 +134,11 @@ class Model:
         return cls(name, whole, {**usual, **preprocessor, "size": size}, videos, has_own_images=True)
 
 
-@dataclass(frozen=True)
-class NamedModel:
-    model: Model
-    folder: Path | None = None  # the Hugging Face folder; None where a known name is all there is
-
-    def image_options(self, most: int | None) -> dict[str, int]:
-        """The most tiles of an image, or at native resolution the most pixels, as its image rule takes it."""
-        if most is None:
-            return {}
-        return {"max_pixels" if family_of(self.model.config).tile_limits is None else "max_tiles": most}
-
-
-def read_model(named: str) -> NamedModel:
+def read_model(named: str) -> Model:
     """A model by a known name, the name of a Hugging Face folder, or that of a ``config.json``."""
     path = Path(named)
     if not path.exists():
-        return NamedModel(Model.known(named))
+        return Model.known(named)
     folder = path if path.is_dir() else path.parent
     config = read_json(path / "config.json" if path.is_dir() else path, "model")
     if not isinstance(config, dict) or "model_type" not in config:
@@ -163,7 +157,7 @@ def read_model(named: str) -> NamedModel:
     if isinstance(preprocessor, dict):
         heard = preprocessor.get("feature_extractor", {})
         preprocessor = {**heard, **preprocessor.get("image_processor", preprocessor)}
-    return NamedModel(Model.of(folder.resolve().name, config, preprocessor, of_videos), folder)
+    return replace(Model.of(folder.resolve().name, config, preprocessor, of_videos), folder=folder)
 
 
 def adapted_profile(

@@ -88,13 +88,13 @@ class Question:
         name = model or present.model
         if name is None:
             raise ConfigError("model must be named, got none; give a known name, a folder or a config.json")
-        paths, named = [data] if isinstance(data, Path) else list(data), read_model(name)
+        paths, known = [data] if isinstance(data, Path) else list(data), read_model(name)
         if isinstance(costs, Calibration):
             device = Device.named(costs.counted_for)
-            costs = costs.apply(_counted(named.model, device, present))
-        measured = measure(paths, named, present, images=images, max_image=max_image)
-        text, folder = " ".join(map(str, paths)), str(named.folder or cls.model_path)
-        return cls(measured, named.model, cluster, present, costs, text, folder)
+            costs = costs.apply(_counted(known, device, present))
+        measured = measure(paths, known, present, images=images, max_image=max_image)
+        text, folder = " ".join(map(str, paths)), str(known.folder or cls.model_path)
+        return cls(measured, known, cluster, present, costs, text, folder)
 
     def answer(self, *, with_pipeline: bool = False, must_fit: bool = True) -> Advice:
         """Where the time goes, and what would bring how much.

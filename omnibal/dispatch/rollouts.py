@@ -120,7 +120,7 @@ def _cost_models(model: Any) -> tuple[CostModel, CostModel]:
 
 def _known(model: Any) -> Model:
     if isinstance(model, str | Path):
-        return read_model(str(model)).model
+        return read_model(str(model))
     config = getattr(model, "config", model)
     values = config if isinstance(config, Mapping) else getattr(config, "to_dict", dict)()
     if "model_type" not in values:

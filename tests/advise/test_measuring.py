@@ -6,12 +6,12 @@ from PIL import Image as Picture
 
 from omnibal.advise import measuring
 from omnibal.advise.measuring import END_TOKENS, IMAGE_TOKENS, TURN_TOKENS, draw_rows, estimated_tokens, measure
-from omnibal.advise.models import Model, NamedModel
+from omnibal.advise.models import Model
 from omnibal.advise.present import Present
 from omnibal.errors import DataError
 
-NAMED = NamedModel(Model.known("Qwen2.5-VL-7B"))
-RULE = NAMED.model.image_rule()
+NAMED = Model.known("Qwen2.5-VL-7B")
+RULE = NAMED.image_rule()
 NO_VIDEOS = Model.known("InternVL3-8B")
 ASKED, SAID = "What is shown in this picture?", "A cat that sleeps on a red sofa, and a book beside it."
 TEXT = estimated_tokens(ASKED) + estimated_tokens(SAID) + 2 * TURN_TOKENS

@@ -92,7 +92,7 @@ def test_pixels_of_a_preprocessor_may_stand_at_the_top():
     config, _ = MODELS["Qwen2.5-VL-7B"]
     small = Model.of("mine", config, {"max_pixels": 56 * 56 * 4, "min_pixels": 3136})
     assert small.image_rule()([(1000, 1000)])[0].vision_units == 64
-    assert Model.known("Qwen2.5-VL-7B").image_rule(max_pixels=56 * 56 * 4)([(1000, 1000)])[0].vision_units == 64
+    assert Model.known("Qwen2.5-VL-7B").image_rule(56 * 56 * 4)([(1000, 1000)])[0].vision_units == 64
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5-VL-7B", "Qwen3-VL-8B"])
@@ -125,9 +125,9 @@ def test_a_processors_file_is_read_or_refused_as_transformers_does(tmp_path, nam
         grid = AutoImageProcessor.from_pretrained(tmp_path)(picture, return_tensors="pt")["image_grid_thw"]
     except ValueError:
         with pytest.raises(ConfigError, match="size of the processor must have shortest_edge and longest_edge, got"):
-            read_model(str(tmp_path)).model.image_rule()
+            read_model(str(tmp_path)).image_rule()
         return
-    model = read_model(str(tmp_path)).model
+    model = read_model(str(tmp_path))
     assert model.image_rule()([picture.size])[0].vision_units == int(grid.prod())
     assert model.image_limit[1] == "pixels" and model.has_own_images
 
@@ -136,11 +136,11 @@ def test_a_limit_of_the_other_kind_is_refused():
     with pytest.raises(
         ConfigError, match=r"max_image must be at least 3,136 pixels for Qwen2.5-VL-7B, .*, got 12; tiles"
     ):
-        Model.known("Qwen2.5-VL-7B").image_rule(max_pixels=12)
+        Model.known("Qwen2.5-VL-7B").image_rule(12)
     with pytest.raises(
         ConfigError, match=r"max_image must be at most 1,024 tiles for InternVL3-8B, .*, got 1003520; pix"
     ):
-        Model.known("InternVL3-8B").image_rule(max_tiles=1_003_520)
+        Model.known("InternVL3-8B").image_rule(1_003_520)
 
 
 def test_a_name_that_is_not_known_gets_the_nearest_one():
@@ -149,4 +149,4 @@ def test_a_name_that_is_not_known_gets_the_nearest_one():
     with pytest.raises(
         ConfigError, match=r"max_image must be left out for LLaVA-1\.5-7B, which has no such limit, got 9"
     ):
-        Model.known("llava-1.5-7b-hf").image_rule(max_pixels=9)
+        Model.known("llava-1.5-7b-hf").image_rule(9)

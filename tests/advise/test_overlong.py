@@ -7,13 +7,13 @@ import pytest
 from PIL import Image as Picture
 
 from omnibal.advise.measuring import measure
-from omnibal.advise.models import Model, NamedModel
+from omnibal.advise.models import Model
 from omnibal.advise.overlong import Overlong
 from omnibal.advise.present import Present, read_present
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError, DataError
 
-NAMED = NamedModel(Model.known("InternVL3-1B"))
+NAMED = Model.known("InternVL3-1B")
 SWIFT, TRAINER = {"train_type": "full", "max_length": 1000}, {"learning_rate": 1e-5}
 INTERNVL = {**TRAINER, "max_seq_length": 1000}
 QWEN, LLAVA = {**TRAINER, "model_max_length": 1000}, {**TRAINER, "model_max_length": 1000, "vision_tower": "clip"}

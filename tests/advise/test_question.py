@@ -111,7 +111,7 @@ def test_a_mixture_draws_from_several_lists_by_their_names(lists, tmp_path):
 
 
 def test_the_head_of_a_stream_stands_for_it_if_it_does_not_drift():
-    model = read_model(NAME).model
+    model = read_model(NAME)
     for drifts, told in ((False, ""), (True, ", whose halves differ by more than chance (0.5 and 5.5 vision units")):
         loads = ((number % 2 + 5 * drifts * (number >= 500), 400, 30) for number in range(10**6))
         found = measured_head(loads, lambda item: item)

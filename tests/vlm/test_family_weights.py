@@ -161,7 +161,7 @@ def test_a_head_of_its_own_stays_wherever_the_configuration_ties_it(tmp_path, fa
             logits = run_layers(layers_of(model, source), pack_of(model, samples))[0]
         assert_close(logits, expected, rtol=1e-4, atol=5e-5)
     profile = counted_profile(theirs, None)
-    ends = load_model(tmp_path).records, load_records(tmp_path), read_model(str(tmp_path)).model.records, profile.layers
+    ends = load_model(tmp_path).records, load_records(tmp_path), read_model(str(tmp_path)).records, profile.layers
     assert [layers[-1].tied_key for layers in ends] == [None] * 4
 
 
@@ -177,7 +177,7 @@ def test_models_that_are_only_planned_have_the_head_of_their_folder_too(tmp_path
     weight = torch.randn(4, 3, dtype=torch.bfloat16)
     ends = {"model.language_model.embed_tokens.weight": weight, "lm_head.weight": factor * weight}
     save_file(ends, tmp_path / "model.safetensors")
-    assert load_records(tmp_path)[-1].tied_key == read_model(str(tmp_path)).model.records[-1].tied_key == key
+    assert load_records(tmp_path)[-1].tied_key == read_model(str(tmp_path)).records[-1].tied_key == key
 
 
 @pytest.mark.parametrize("family", LLAVA)
