@@ -15,6 +15,7 @@ from transformers.trainer_utils import seed_worker
 
 from omnibal.advise.wait import CostByPhase, Sharding
 from omnibal.cost import CostModel, Load
+from omnibal.data.epoch import Step
 from omnibal.data.packing_spec import OF, in_words
 from omnibal.errors import ConfigError, reporting
 from omnibal.feeds.sampler import MOST_SHOWN
@@ -84,10 +85,11 @@ class RecipeCallback(TrainerCallback, ABC):  # type: ignore[misc]
         # Not under a callback's own name: Trainer makes callbacks anew of what it finds under their names.
         name = f"omnibal.{type(self).__name__}"
         kept: Any = state.stateful_callbacks
-        if state.global_step and not args.ignore_data_skip:
+        goes_on = state.global_step and not args.ignore_data_skip
+        if goes_on:
             self.go_on_from(kept.get(name, {}))
         own = self.made_from()
-        if state.global_step and not args.ignore_data_skip:
+        if goes_on:
             if name not in kept:
                 raise ConfigError(
                     "the checkpoint must have been saved under balance as it is called now, got one of other batches; "
@@ -162,16 +164,10 @@ class PacksCallback(RecipeCallback):
             )
         self._check()
 
-    def held(self, state: TrainerState) -> tuple[Load, int, Mapping[str, tuple[float, float]]]:
-        """What the packs of the step that was just trained hold: (ranks, micro-batches), samples, shares of sources."""
-        step = (state.global_step - 1) % self._sampler.num_steps
-        samples = len(self._sampler.packs_of_step(step).samples)
-        return self._sampler.load(step), samples, self._sampler.shares_of(step)
-
-    def tokens(self, state: TrainerState) -> int:
-        """Tokens of the samples of the step that was just trained, without padding and fillers."""
-        packs = self._sampler.packs_of_step((state.global_step - 1) % self._sampler.num_steps)
-        return int(packs.llm_tokens(self._sampler.lengths).sum())
+    def held(self, state: TrainerState) -> tuple[Load, Step]:
+        """What the packs of the step that was just trained hold, padding included, and the step."""
+        index = (state.global_step - 1) % self._sampler.num_steps
+        return self._sampler.load(index), self._sampler.step(index)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         self._began = time.perf_counter()
@@ -180,13 +176,13 @@ class PacksCallback(RecipeCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         """Note how long the step took, and how even it was."""
         seconds = time.perf_counter() - self._began
-        load, samples, shares = self.held(state)
+        load, step = self.held(state)
         if args.include_num_input_tokens_seen == NON_PADDING:
-            state.num_input_tokens_seen += self.tokens(state)
+            state.num_input_tokens_seen += step.llm_tokens
         for encoder, column in ENCODERS.items():
             self._encodes[encoder] |= bool(getattr(load, column).any())
         waiting = Waiting.of(Load.stack([load]), self.costs, self.layout)
-        self._unlogged.append(TrainedStep(seconds, samples, waiting, shares))
+        self._unlogged.append(TrainedStep(seconds, step.num_samples, waiting, step.shares))
 
     def logged(self) -> dict[str, float]:
         figures, own = dict[str, float](), 0.0

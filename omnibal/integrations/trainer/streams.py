@@ -12,6 +12,7 @@ from transformers import Trainer, TrainerState
 
 from omnibal.advise.wait import CostByPhase, phase_costs
 from omnibal.cost import Load
+from omnibal.data.epoch import Step
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.packing_spec import Oversized
@@ -216,9 +217,5 @@ class StreamCallback(PacksCallback):
         if self._loader.oversized and state.is_world_process_zero:
             print(f"omnibal: {self._loader.oversized:,} samples exceeded a limit on their own; each {self._fate}")
 
-    def tokens(self, state: TrainerState) -> int:
-        return int(self._loader.step.load.llm_tokens.sum())
-
-    def held(self, state: TrainerState) -> tuple[Load, int, Mapping[str, tuple[float, float]]]:
-        step = self._loader.step
-        return step.load, step.num_samples, step.shares
+    def held(self, state: TrainerState) -> tuple[Load, Step]:
+        return self._loader.step.load, self._loader.step
