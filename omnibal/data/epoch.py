@@ -62,11 +62,9 @@ class Step:
 
     @property
     def llm_tokens(self) -> int:
-        """LLM tokens in all packs of the step."""
         return int(np.sum(self.load.llm_tokens))
 
     def pack(self, rank: int, micro_batch: int) -> IntArray:
-        """Samples of one micro-batch."""
         assert self.packs is not None, "a step of an epoch has its packs"
         return self.packs[rank * np.shape(self.load.vision_units)[1] + micro_batch]
 
@@ -202,7 +200,6 @@ class Epoch:
         return current
 
     def step_of(self, index: int, packs: Packs) -> Step:
-        """A step that holds some packs of all ranks."""
         lengths, shares = self._spec.lengths, {}
         if isinstance(self._arrangement, MixedPacks):
             shares = self._arrangement.shares_of(self.epoch, index, packs)

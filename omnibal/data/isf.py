@@ -134,13 +134,11 @@ class ShuffledPacks:
         self._latest: tuple[int, Packs] | None = None
 
     def window_starts(self, epoch: int) -> IntArray:
-        """One window: packs are made for all samples at once."""
         if epoch not in self._num_steps:
             self._num_steps[epoch] = len(self.window(epoch, 0)) // self._ranks.step_packs
         return np.array([0, self._num_steps[epoch]])
 
     def window(self, epoch: int, index: int) -> Packs:  # there is but one
-        """Pack and arrange a whole epoch; the latest one is remembered."""
         if self._latest is None or self._latest[0] != epoch:
             self._latest = epoch, self._arrange(epoch)
         return self._latest[1]

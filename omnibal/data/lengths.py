@@ -128,7 +128,6 @@ class SampleLengths:
         return {name: column for name in FURTHER_ENCODERS if (column := getattr(self, name)) is not None}
 
     def columns(self) -> dict[str, Any]:
-        """Return the columns that are present, by name."""
         return {name: column for name in COLUMN_TYPES if (column := getattr(self, name)) is not None}
 
     @cached_property
@@ -280,7 +279,6 @@ def _column(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
 
 
 def _read_token_lengths(path: Path) -> tuple[list[int], list[int]]:
-    """Tiles and tokens of every entry of a JSON list of ``{"vit_num": tiles, "token_num": tokens}``."""
     try:
         entries = load_json(path)
     except (OSError, ValueError) as error:

@@ -103,11 +103,9 @@ class DrawSchedule:
         return Origin(epoch + 1, step, tuple(self._units_before(epoch + 1).tolist()))
 
     def first_step(self, epoch: int) -> int:
-        """Steps of the mixture before an epoch."""
         return self._origin.step + (epoch - self._origin.epoch) * self.epoch_steps
 
     def num_draws(self, span: Span) -> float:
-        """Draws of a stretch, about."""
         roughly = self.samples_per_step(span, BLOCK)  # as if chance made little of them
         return span.steps * self.samples_per_step(span, span.steps * roughly)
 
@@ -205,13 +203,11 @@ class MixedPacks:
         self.schedule = DrawSchedule(spec.mixture, self._draws, self._rates, ranks.step_packs, margins, origin)
 
     def _window_starts(self, epoch: int) -> IntArray:
-        """First step of every window of an epoch, and the number of steps behind them."""
         spans, first = self.schedule.epoch(epoch), self.schedule.first_step(epoch)
         starts = [span.first - first + self._starts(self.schedule, span)[:-1] for span in spans]
         return np.concatenate([*starts, [self.schedule.epoch_steps]])
 
     def window(self, epoch: int, index: int) -> Packs:
-        """Plan one window: the packs of its steps in running order."""
         step = self.schedule.first_step(epoch) + int(self.window_starts(epoch)[index])
         span = next(span for span in self.schedule.epoch(epoch) if span.first <= step < span.last)
         stretch = self._stretch(epoch, span)
@@ -228,7 +224,6 @@ class MixedPacks:
         )
 
     def shares_of(self, epoch: int, step: int, packs: Packs) -> dict[str, tuple[float, float]]:
-        """The share that a step of an epoch was to hold of each source, and the one that its packs hold."""
         given = zip(self._spec.lengths.source_names, self._draws.units_of(packs.samples).tolist(), strict=True)
         return self._mixture.shares_of_step(self.schedule.first_step(epoch) + step, dict(given))
 
@@ -285,12 +280,10 @@ class MixedPacks:
         return Stretch(samples, blocks, starts, cuts, rules)
 
     def _starts(self, schedule: DrawSchedule, span: Span) -> Int64Array:
-        """First step of every window of a stretch, from 0, and the number of steps behind them."""
         windows = int(min(max(round(schedule.num_draws(span) / WINDOW), -(-span.steps // WINDOW_STEPS)), span.steps))
         return np.arange(windows + 1) * span.steps // windows
 
     def _plan(self, stretch: Stretch, place: int, chance_of: list[int]) -> Packs | None:
-        """Plan a window; after the first attempt in another order, and with limits before all else."""
         chance = np.random.default_rng([self._spec.seed, *chance_of])
         part, rules = slice(*stretch.cuts[place : place + 2].tolist()), stretch.rules
         chosen, num_steps = stretch.samples[part], int(np.diff(stretch.starts)[place])

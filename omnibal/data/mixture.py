@@ -96,13 +96,11 @@ class Mixture:
 
     @cached_property
     def sources(self) -> tuple[str, ...]:
-        """All that are named, in the order of their first mention."""
         named = [self.shares, *(knot.shares for knot in self.schedule)]
         return tuple(dict.fromkeys(name for shares in named for name in shares))
 
     @property
     def last_change(self) -> int:
-        """The step from which on shares stay as they are."""
         return self.schedule[-1].step if self.schedule else 0
 
     def shares_at(self, step: npt.ArrayLike) -> FloatArray:

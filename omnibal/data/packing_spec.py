@@ -56,7 +56,6 @@ class Ranks:
 
     @property
     def step_packs(self) -> int:
-        """Packs in a step."""
         return self.num_replicas * self.micro_batches
 
 
@@ -140,7 +139,6 @@ class PackingSpec:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples that take part."""
         return len(self.lengths) if self.samples is None else len(self.samples)
 
     @cached_property
@@ -149,7 +147,6 @@ class PackingSpec:
         return self.limits.oversized(self.lengths)
 
     def oversized_report(self) -> str:
-        """Say how many samples exceed a limit, which, and what becomes of them."""
         over = self.oversized_samples
         if len(over) == 0:
             return "no sample exceeds the limits"

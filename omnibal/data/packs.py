@@ -52,7 +52,6 @@ class Packs:
 
     @classmethod
     def concatenate(cls, parts: Iterable["Packs"]) -> "Packs":
-        """Lay packs one after another."""
         parts = list(parts)
         samples = np.concatenate([part.samples for part in parts]) if parts else np.zeros(0, dtype=np.int64)
         sizes = np.concatenate([part.sizes for part in parts]) if parts else np.zeros(0, dtype=np.int64)
@@ -75,7 +74,6 @@ class Packs:
 
     @property
     def sizes(self) -> npt.NDArray[np.int64]:
-        """Number of samples in each pack."""
         return np.diff(self.starts)
 
     def take(self, order: npt.ArrayLike) -> "Packs":
@@ -101,11 +99,9 @@ class Packs:
         return Packs(self.samples[starts[0] : starts[-1]], starts - starts[0])
 
     def vision_units(self, lengths: SampleLengths) -> npt.NDArray[np.int64]:
-        """Vision units of each pack."""
         return self.sums(lengths.vision_units)
 
     def llm_tokens(self, lengths: SampleLengths) -> npt.NDArray[np.int64]:
-        """LLM tokens of each pack."""
         return self.sums(lengths.llm_tokens)
 
     def load(self, lengths: SampleLengths) -> Load:
@@ -198,7 +194,6 @@ def _pack_sums(values: IntArray, samples: IntArray, starts: IntArray, squared: b
 
 @compiled
 def _copy_packs(samples: IntArray, starts: IntArray, order: IntArray, out: IntArray) -> None:
-    """Write the samples of the packs in ``order`` one after another."""
     position = 0
     for pack in order:
         for source in range(starts[pack], starts[pack + 1]):

@@ -33,13 +33,13 @@ class SourceDraws:
             raise DataError("lengths must have a source for every sample under a mixture, got none; name source")
         self._source, names = lengths.source, lengths.source_names
         # Samples in the order of their sources (None if they are), and where each source begins and the last one ends.
-        source = self._source if samples is None else self._source[samples]
+        of_samples = self._source if samples is None else self._source[samples]
         self._order: Int64Array | None = None
-        if samples is not None or (source[1:] < source[:-1]).any():
-            order = np.argsort(source, kind="stable")
-            source = source[order]
+        if samples is not None or (of_samples[1:] < of_samples[:-1]).any():
+            order = np.argsort(of_samples, kind="stable")
+            of_samples = of_samples[order]
             self._order = order if samples is None else samples[order].astype(np.int64)
-        self._starts: Int64Array = np.searchsorted(source, np.arange(len(names) + 1))
+        self._starts: Int64Array = np.searchsorted(of_samples, np.arange(len(names) + 1))
         mixture.check_sources(names)
         self._mixture, self._seed = mixture, seed
         self._columns = [mixture.sources.index(name) for name in names]
@@ -71,7 +71,6 @@ class SourceDraws:
         return np.asarray((self.shares_at(steps) > 0).any(axis=0))
 
     def shares_at(self, step: npt.ArrayLike) -> FloatArray:
-        """Shares that are asked for, by the sources' numbers."""
         return self._mixture.shares_at(step)[..., self._columns]
 
     def sample_shares_at(self, step: npt.ArrayLike) -> FloatArray:
@@ -125,7 +124,6 @@ class SourceDraws:
         return np.concatenate(parts)
 
     def _deck(self, source: int, deck: int, begin: int, end: int) -> Int64Array:
-        """Samples at some places of one of a source's decks."""
         size = int(self.sizes[source])
         if size < SMALL:
             passes = np.tile(np.arange(size), (int(self._decks[source]) // size, 1))

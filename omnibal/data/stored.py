@@ -79,7 +79,6 @@ def write_columns(
 
 
 def open_columns(folder: Path, types: Mapping[str, npt.DTypeLike]) -> tuple[ColumnsRecord, dict[str, npt.NDArray[Any]]]:
-    """Map the columns that ``write_columns`` wrote."""
     record = _read_record(folder / SUMMARY_FILE)
     if not set(REQUIRED_COLUMNS) <= set(record.columns) <= set(types):
         raise DataError(
@@ -116,7 +115,6 @@ def replaced_folder(path: Path) -> Iterator[Path]:
 
 
 def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A view of an array that refuses to be written to."""
     view = array.view(np.ndarray)
     view.flags.writeable = False
     return view

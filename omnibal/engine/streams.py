@@ -22,18 +22,10 @@ from omnibal.engine.loader import Batch, Loader, PackReader
 from omnibal.engine.resolve import ResolvedRun
 from omnibal.engine.samples import SampleRules
 from omnibal.errors import ConfigError, DataError
-from omnibal.feeds.buffer import BufferedSample
+from omnibal.feeds.buffer import BufferedSample, StreamSettings
 from omnibal.feeds.buffer_plan import buffer_of
 from omnibal.feeds.sources import part_of
-from omnibal.feeds.stream import (
-    VERSION,
-    PlannedWindow,
-    Position,
-    StreamFeed,
-    StreamSettings,
-    of_other_ranks,
-    refuse_other_version,
-)
+from omnibal.feeds.stream import VERSION, PlannedWindow, Position, StreamFeed, of_other_ranks, refuse_other_version
 from omnibal.formats.collate import IGNORED, MropeRule
 from omnibal.plan import Plan
 from omnibal.ranks import gather, new_gloo_group

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, get_args
 
 import numpy as np
@@ -13,7 +14,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.packing_spec import Oversized
 from omnibal.errors import ConfigError, DataError, integer, said
-from omnibal.feeds.sources import END, Source, as_it_is, divided, lane_state, lanes_of, mark_of
+from omnibal.feeds.sources import END, Source, already_divided, divided, lane_state, lanes_of, mark_of
 
 BARREN: Final = 1024
 """Samples of a source, one after another, that may lack what shares count, or exceed a limit and be dropped."""
@@ -27,6 +28,22 @@ class BufferedSample(NamedTuple):
     loads: Loads
     source: int = 0
     """Index of its source."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamSettings:
+    """What packs of streams depend on besides the sources, and how long a run takes and waits."""
+
+    limits: PackLimits
+    micro_batches: int
+    buffer: int  # samples that a rank plans at a time
+    buffer_bytes: int | None = None
+    mixture: Mixture | None = None
+    seed: int = 0
+    oversized: Oversized = "alone"
+    num_steps: int | None = None  # of the run; sources that end are read again. None: a single pass over the sources
+    warn_seconds: float = 60  # after these all ranks name a source that they wait for
+    wait_seconds: float = 1800  # after these without a sample the run ends on all ranks
 
 
 class _Fill(NamedTuple):
@@ -55,33 +72,31 @@ class SampleBuffer:
         self,
         sources: Mapping[str, Any],
         read: Callable[[Any], BufferedSample],
+        settings: StreamSettings,
         *,
-        limits: PackLimits,
-        oversized: Oversized,
-        most_samples: int,
-        most_bytes: int | None = None,
-        mixture: Mixture | None = None,
         rank: int,
         division: Sequence[int],
-        part: Callable[[str, Any, int, int], Any] = as_it_is,
-        seed: int = 0,
+        part: Callable[[str, Any, int, int], Any] = already_divided,
         first_pass: int = 0,
     ) -> None:
+        mixture, oversized = settings.mixture, settings.oversized
         if mixture is None and len(sources) != 1:
             raise ConfigError(f"mixture must say what share each source gets, got none for {', '.join(sources)}")
         self._mixture = mixture or Mixture(dict.fromkeys(sources, 1.0))
         self._mixture.check_sources([*sources])
         if oversized not in get_args(Oversized):
             raise ConfigError(f"oversized must be one of {get_args(Oversized)}, got {oversized!r}")
-        self._limits, self._oversized = limits, oversized
-        self._most_samples = integer("buffer", most_samples, 1)
+        self._limits, self._oversized = settings.limits, oversized
+        self._most_samples = integer("buffer", settings.buffer, 1)
+        most_bytes = settings.buffer_bytes
         self._most_bytes = np.inf if most_bytes is None else integer("buffer_bytes", most_bytes, 1)
         self._read, self._repeats = read, mixture is not None
         self._sources: list[Source] = []
         for name in self._mixture.sources:
             items = divided(
-                name, sources[name], rank, division, part=part, seed=seed, repeats=self._repeats, first_pass=first_pass
-            )
+                name, sources[name], rank, division, part=part, seed=settings.seed, repeats=self._repeats,
+                first_pass=first_pass,
+            )  # fmt: skip
             self._sources.append(Source(name, items, repeats=self._repeats, first_pass=first_pass))
         # What each source is owed: the sum of its shares minus what it gave. The next sample is of the one owed most.
         self._owed = np.zeros(len(self._sources))
@@ -107,12 +122,10 @@ class SampleBuffer:
 
     @property
     def heard(self) -> int:
-        """Signs of life of all sources."""
         return sum(source.heard for source in self._sources)
 
     @property
     def is_bounded(self) -> bool:
-        """Whether its bytes allow no more samples."""
         return self._bytes >= self._most_bytes
 
     def fill(self, step: int) -> None:
@@ -141,7 +154,6 @@ class SampleBuffer:
                 self.drawn += 1
 
     def take(self, numbers: Iterable[int]) -> list[BufferedSample]:
-        """Remove samples from the buffer."""
         taken = [self.samples.pop(number) for number in numbers]
         self._bytes -= sum(size_of(sample.held) for sample in taken)
         return taken
@@ -154,7 +166,6 @@ class SampleBuffer:
         return units
 
     def lengths(self) -> SampleLengths:
-        """Loads of what the buffer holds, the oldest first."""
         loads = [in_full(sample.loads) for sample in self.samples.values()]
         vision, tokens, targets, videos, sounds = np.array(loads, dtype=np.int64).reshape(-1, 5).T
         # Without sounds the planner levels one encoder less.
@@ -269,7 +280,6 @@ class SampleBuffer:
         self._bytes += size_of(sample.held)
 
     def _meet_oversized(self, sample: BufferedSample) -> None:
-        """Count a sample over a limit, or refuse it."""
         vision, tokens, _, _, sounds = in_full(sample.loads)
         got = f"{vision} and {tokens}" + (f" and {sounds}" if self._limits.sound_units is not None else "")
         item = self._sources[sample.source].last_item
@@ -284,7 +294,6 @@ class SampleBuffer:
                 raise DataError(f"{told}, as none of the first {BARREN} of this source is; raise the limits")
 
     def _units(self, sample: BufferedSample) -> int:
-        """What a sample counts for in its source's share."""
         return {"samples": 1, "llm_tokens": sample.loads[1], "target_tokens": sample.loads[2]}[self._mixture.by]
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from omnibal.cost import FloatArray, IntArray, Load
-from omnibal.data.balance.planner import BalancedPacks
 from omnibal.data.balance.rules import VISION_PACKS, make_rules, survey
 from omnibal.data.balance.window import plan_window
+from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, volume_bound
@@ -279,18 +279,10 @@ def compare_with_plan(
     lengths: SampleLengths, limits: PackLimits, *, num_ranks: int, micro_batches: int, buffer: int
 ) -> tuple[Evenness, Evenness]:
     """How even a stream's steps are, and how even those of one plan of all samples that they hold."""
-    packs, _ = simulate_buffers(
-        lengths,
-        limits,
-        num_ranks=num_ranks,
-        micro_batches=micro_batches,
-        buffer=buffer,
-        least_windows=2,
-        least_steps=0,
-    )
+    shape = {"num_ranks": num_ranks, "micro_batches": micro_batches, "buffer": buffer}
+    packs, _ = simulate_buffers(lengths, limits, **shape, least_windows=2, least_steps=0)
     drawn = lengths.take(packs.samples)
-    plan = BalancedPacks(PackingSpec(drawn, limits), Ranks(num_ranks, micro_batches))
-    whole = Packs.concatenate(plan.window(0, index) for index in range(len(plan.window_starts(0)) - 1))
+    whole = arrange_epoch(drawn, limits, num_replicas=num_ranks, micro_batches=micro_batches).packs
     # Steps hold a rank's micro-batches one after the other.
     order = np.arange(len(whole)).reshape(-1, num_ranks, micro_batches).transpose(0, 2, 1).ravel()
     return Evenness.of(lengths, packs, limits, num_ranks), Evenness.of(drawn, whole.take(order), limits, num_ranks)

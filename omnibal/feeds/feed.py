@@ -114,7 +114,6 @@ class EpochFeed:
         return step, batches
 
     def own_packs(self, step: Step) -> list[list[int]]:
-        """The sample indices of this rank's packs of a step of this epoch, in order."""
         return self.share.packs(self.sampler, step.index)
 
     def without(self, step: Step, samples: Collection[int]) -> Step:
@@ -132,7 +131,6 @@ class EpochFeed:
         return left + sum(sampler.steps_of(epoch) for epoch in range(sampler.epoch + 1, epochs))
 
     def state_dict(self) -> dict[str, Any]:
-        """The sampler's state behind the last step that ``step`` gave."""
         return self.sampler.state_dict(self._steps_done)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -141,7 +139,6 @@ class EpochFeed:
         self._packs, self._steps_done = None, self.sampler.steps_done
 
     def summary(self) -> dict[str, str]:
-        """Samples, packs of a step, and steps of the epoch."""
         sampler = self.sampler
         return {
             "samples": f"{len(sampler.lengths):,}; {sampler.oversized_report}",
@@ -172,7 +169,6 @@ def micro_batches_of(feed: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def step_in_words(num_replicas: int, micro_batches: int) -> str:
-    """What a step consists of."""
     return f"{num_replicas * micro_batches} packs: {num_replicas} replicas × {micro_batches} micro-batches"
 
 

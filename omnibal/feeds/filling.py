@@ -9,9 +9,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError, DataError, said
-from omnibal.feeds.buffer import SampleBuffer
+from omnibal.feeds.buffer import SampleBuffer, StreamSettings
 from omnibal.feeds.buffer_plan import BufferLoad, buffer_load, grown, growth
 
 FIRST_SAMPLES: Final = 16
@@ -44,20 +43,11 @@ _Count = Callable[[SampleBuffer], FullBuffer | DataError]
 class SharedFilling:
     """Fills a rank's buffer together with all other ranks'; a rank without a buffer only gathers (see `StreamFeed`)."""
 
-    def __init__(
-        self,
-        gather: Callable[[Any], list[Any]],
-        limits: PackLimits,
-        *,
-        rank: int,
-        micro_batches: int,
-        warn_seconds: float,
-        wait_seconds: float,
-    ) -> None:
-        if not 0 < warn_seconds <= wait_seconds:
-            raise ConfigError(f"warn_seconds must lie between 0 and {wait_seconds}, got {warn_seconds}")
-        self._gather, self._limits, self._rank, self._micro_batches = gather, limits, rank, micro_batches
-        self.warn_seconds, self.wait_seconds = warn_seconds, wait_seconds
+    def __init__(self, gather: Callable[[Any], list[Any]], settings: StreamSettings, rank: int) -> None:
+        self.warn_seconds, self.wait_seconds = settings.warn_seconds, settings.wait_seconds
+        if not 0 < self.warn_seconds <= self.wait_seconds:
+            raise ConfigError(f"warn_seconds must lie between 0 and {self.wait_seconds}, got {self.warn_seconds}")
+        self._gather, self._settings, self._rank = gather, settings, rank
 
     def heard(self, told: Any) -> list[Any]:
         """What all ranks that draw tell; raises on all ranks where one of them tells a failure."""
@@ -73,7 +63,7 @@ class SharedFilling:
         of_ranks = self._drawn(buffer, partial(SampleBuffer.fill, step=step), count)
         _refuse_same(of_ranks)
         # A round ends where no rank has to grow further, which all know from the same numbers.
-        while max(times := growth([rank.load for rank in of_ranks], self._micro_batches)) > 1:
+        while max(times := growth([rank.load for rank in of_ranks], self._settings.micro_batches)) > 1:
             size = 0 if buffer is None else grown(len(buffer.samples), times[self._rank])
             of_ranks = self._drawn(buffer, partial(SampleBuffer.fill_up, num_samples=size), count)
         return of_ranks
@@ -118,7 +108,7 @@ class SharedFilling:
             first = [
                 (sample.loads, _ids(sample.held)) for sample, _ in zip(samples, range(FIRST_SAMPLES), strict=False)
             ]
-            load = buffer_load(lengths, self._limits, ended=buffer.ended, bounded=buffer.is_bounded)
+            load = buffer_load(lengths, self._settings.limits, ended=buffer.ended, bounded=buffer.is_bounded)
             first_samples = repr(first) if is_first else ""
             return FullBuffer(load, kinds, first_samples, buffer.num_oversized, buffer.first_oversized)
         except Exception as error:  # such as lengths that are none

@@ -129,7 +129,6 @@ class BalancedBatchSampler:
 
     @property
     def epoch(self) -> int:
-        """The current epoch."""
         return self._epoch.epoch
 
     @property
@@ -149,7 +148,6 @@ class BalancedBatchSampler:
 
     @property
     def cost(self) -> CostModel | None:
-        """What packs are even in besides vision units; None for the default."""
         return self._spec.cost
 
     def set_cost(self, cost: CostModel | None) -> None:

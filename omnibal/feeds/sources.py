@@ -37,11 +37,9 @@ class ShuffledItems:
         self._pass, self._next = epoch, self._rank
 
     def state_dict(self) -> dict[str, int]:
-        """The place of the next sample; the pass is set from outside."""
         return {"next": self._next, "samples": len(self._dataset)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on at a place of the same order, which depends on the length of the dataset."""
         if state["samples"] != len(self._dataset):
             raise DataError(
                 f"the dataset must have the {state['samples']} samples that its order was made for, got "
@@ -65,7 +63,6 @@ class EveryNth:
         return islice(iterated(self.dataset), first, None, self._num_ranks)
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on behind the last item that was this rank's; only where the source has a ``state_dict``."""
         self.dataset.load_state_dict(state)
         self._first = self._num_ranks - 1
 
@@ -84,7 +81,6 @@ class Source:
 
     @property
     def last_item(self) -> str:
-        """The item that was drawn last, for messages."""
         return f"source {self.name!r}, sample {self._drawn - 1}"
 
     def draw(self) -> Any:
@@ -139,14 +135,12 @@ class Source:
         return "".join(told) or ("; what it was read from has ended" if isinstance(error, EOFError) else "")
 
     def state(self) -> dict[str, Any]:
-        """The source's position."""
         source: Any = self._source
         if self._items is not None and hasattr(source, "state_dict"):
             self._own = deepcopy(source.state_dict())
         return {"pass": self._pass, "drawn": self._drawn, "own": self._own}
 
     def go_to(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was taken."""
         self._pass, self._drawn, self._own = state["pass"], state["drawn"], state["own"]
         self._items = None
 
@@ -183,7 +177,6 @@ class Lanes:
         return item
 
     def state_dict(self) -> dict[str, Any]:
-        """Where each lane stands, and whose turn it is."""
         found = zip(self._lanes, self._trained, self._counts, strict=True)
         return {
             "lanes": [lane_state(lane.state(), trained, count) for lane, trained, count in found],
@@ -191,7 +184,6 @@ class Lanes:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was taken."""
         for lane, saved in zip(self._lanes, state["lanes"], strict=True):
             lane.go_to(saved["at"])
         self._trained = [[*saved["trained"]] for saved in state["lanes"]]
@@ -199,7 +191,6 @@ class Lanes:
 
 
 def lane_state(at: Mapping[str, Any], trained: Sequence[bool], count: int = 0) -> dict[str, Any]:
-    """The state of one of `Lanes`: its source's, whether each next item was trained, how many were not."""
     return {"at": at, "trained": [*trained], "count": count}
 
 
@@ -262,7 +253,6 @@ def mark_of(content: Any, mark: int = 0) -> int:
 
 
 def is_indexed(items: Any) -> bool:
-    """Whether a source is read by index rather than iterated."""
     # torch gives its iterable datasets a __getitem__, which raises; no torch is imported here.
     is_iterable = any(base.__name__ == "IterableDataset" for base in type(items).__mro__)
     return hasattr(items, "__len__") and hasattr(items, "__getitem__") and not is_iterable
@@ -314,7 +304,7 @@ def _copied(name: str, items: Any) -> Any:
         ) from error
 
 
-def as_it_is(name: str, items: Any, rank: int, num_ranks: int) -> Any:
+def already_divided(name: str, items: Any, rank: int, num_ranks: int) -> Any:
     """A rank's part of a source that was divided over the ranks before."""
     return items
 

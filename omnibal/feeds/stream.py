@@ -22,11 +22,8 @@ import numpy as np
 from omnibal.cost import IntArray, Load
 from omnibal.data.epoch import Step
 from omnibal.data.kinds import in_full, smallest_of_kinds
-from omnibal.data.limits import PackLimits
-from omnibal.data.mixture import Mixture
-from omnibal.data.packing_spec import Oversized
 from omnibal.errors import ConfigError, DataError
-from omnibal.feeds.buffer import BufferedSample, SampleBuffer, taken_over
+from omnibal.feeds.buffer import BufferedSample, SampleBuffer, StreamSettings, taken_over
 from omnibal.feeds.buffer_plan import agree, plan_buffer
 from omnibal.feeds.feed import ahead, step_in_words
 from omnibal.feeds.filling import FullBuffer, SharedFilling, failure_of
@@ -39,22 +36,6 @@ FREE: Final = ("sources", "mixture", "oversized")
 """Settings that a resumed run may have otherwise than the one before."""
 FATES: Final = {"alone": "gets a pack of its own", "drop": "is left out"}
 """What becomes of a sample that exceeds a limit on its own."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamSettings:
-    """What packs of streams depend on besides the sources, and how long a run takes and waits."""
-
-    limits: PackLimits
-    micro_batches: int
-    buffer: int  # samples that a rank plans at a time
-    buffer_bytes: int | None = None
-    mixture: Mixture | None = None
-    seed: int = 0
-    oversized: Oversized = "alone"
-    num_steps: int | None = None  # of the run; sources that end are read again. None: a single pass over the sources
-    warn_seconds: float = 60  # after these all ranks name a source that they wait for
-    wait_seconds: float = 1800  # after these without a sample the run ends on all ranks
 
 
 @dataclass(frozen=True)
@@ -119,27 +100,8 @@ class StreamFeed(ABC):
     ) -> None:
         self.settings, self.limits, self.micro_batches = settings, settings.limits, settings.micro_batches
         self.num_replicas, self.rank, self._draws = num_ranks, rank, draws
-        self.filling = SharedFilling(
-            self.gather,
-            settings.limits,
-            rank=rank,
-            micro_batches=settings.micro_batches,
-            warn_seconds=settings.warn_seconds,
-            wait_seconds=settings.wait_seconds,
-        )
-        self._new_buffer = partial(
-            SampleBuffer,
-            sources,
-            self.read,
-            limits=settings.limits,
-            oversized=settings.oversized,
-            most_samples=settings.buffer,
-            most_bytes=settings.buffer_bytes,
-            mixture=settings.mixture,
-            rank=rank,
-            part=self.part,
-            seed=settings.seed,
-        )
+        self.filling = SharedFilling(self.gather, settings, rank)
+        self._new_buffer = partial(SampleBuffer, sources, self.read, settings, rank=rank, part=self.part)
         names = self._new_buffer(division=[num_ranks]).names  # refuses what is wrong with the arguments
         limits = settings.limits.vision_units, settings.limits.llm_tokens, settings.limits.sound_units
         self.made_from: dict[str, Any] = {

@@ -13,9 +13,9 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.packing_spec import Oversized, Ranks
 from omnibal.errors import DataError, end_in_one_line, integer, kind
-from omnibal.feeds.buffer import BufferedSample
+from omnibal.feeds.buffer import BufferedSample, StreamSettings
 from omnibal.feeds.feed import micro_batches_of
-from omnibal.feeds.stream import StreamFeed, StreamSettings
+from omnibal.feeds.stream import StreamFeed
 from omnibal.integrations.loops import TOKEN_WEIGHT, ItemCollator, item_loads
 from omnibal.packs.collator import Collator, PackCollator, arguments_of, positions_of
 from omnibal.packs.encoders import blank_samples

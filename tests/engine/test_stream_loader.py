@@ -17,7 +17,7 @@ from omnibal.engine.loader import Loader, PackReader
 from omnibal.engine.samples import SampleRules
 from omnibal.engine.streams import PipelineStreamFeed
 from omnibal.errors import ConfigError, DataError
-from omnibal.feeds.stream import StreamSettings
+from omnibal.feeds.buffer import StreamSettings
 from omnibal.vlm import load_model
 from tests.engine.small import PIXEL_SHAPE, small_config
 from tests.engine.streaming import Counting, Finite, sample, sources

@@ -5,6 +5,7 @@ import os
 import pickle
 import signal
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from torch.utils.data import IterableDataset as TorchStream
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.errors import ConfigError, DataError
-from omnibal.feeds.buffer import BufferedSample, SampleBuffer
+from omnibal.feeds.buffer import BufferedSample, SampleBuffer, StreamSettings
 from omnibal.integrations.loops import balanced_loader, pack_loss
 from omnibal.integrations.streams import balanced_stream
 from omnibal.integrations.trainer.streams import Stream
@@ -184,19 +185,16 @@ def test_shares_over_any_thousand_steps_are_those_that_were_asked_for(by):
 
 
 def test_a_buffer_is_bounded_in_samples_and_bytes():
-    options = {"limits": LIMITS, "oversized": "drop", "rank": 0, "division": [1]}
-    draws = SampleBuffer(
-        {"data": Counting()},
-        lambda found: BufferedSample(found, (1, 3, 2)),
-        most_samples=30,
-        most_bytes=None,
-        **options,
-    )
+    settings = StreamSettings(limits=LIMITS, micro_batches=1, oversized="drop", buffer=30)
+
+    def draw(found):
+        return BufferedSample(found, (1, 3, 2))
+
+    draws = SampleBuffer({"data": Counting()}, draw, settings, rank=0, division=[1])
     draws.fill(0)
     assert len(draws.samples) == 30
-    few = SampleBuffer(
-        {"data": Counting()}, lambda _: BufferedSample(b"1234", (1, 3, 2)), most_samples=30, most_bytes=40, **options
-    )
+    bounded = replace(settings, buffer_bytes=40)
+    few = SampleBuffer({"data": Counting()}, lambda _: draw(b"1234"), bounded, rank=0, division=[1])
     few.fill(0)
     few.fill_up(50)
     assert len(few.samples) == 10

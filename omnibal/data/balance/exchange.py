@@ -251,7 +251,6 @@ def _add_subsets(samples: Int32Array, table: Int32Array, members: int, small: in
 
 @compiled_part
 def _whole(number: int) -> int:
-    """The next multiple of ``LANES``."""
     return -(-number // LANES) * LANES
 
 

@@ -253,7 +253,6 @@ def repair_packs(tables: Tables, rules: Rules, roomy: Int64Array, seed: Any, rou
 
 @compiled_part
 def _has_room(packs: Int64Array, pack: Integer, other: Integer) -> bool:
-    """Tell whether another pack has room for some of what a pack holds too much."""
     for column in range(VISION_ROOM, packs.shape[1], 2):
         if packs[pack, column] < 0 and packs[other, column] <= 0:
             return False
@@ -262,7 +261,6 @@ def _has_room(packs: Int64Array, pack: Integer, other: Integer) -> bool:
 
 @compiled_part
 def _is_over(packs: Int64Array, pack: Integer) -> bool:
-    """Tell whether a pack exceeds a limit."""
     for column in range(VISION_ROOM, packs.shape[1], 2):
         if packs[pack, column] < 0:
             return True

@@ -74,11 +74,9 @@ class BalancedPacks:
         self._size()
 
     def window_starts(self, epoch: int) -> Int64Array:  # the same in all epochs
-        """First step of every window, and the number of steps behind them."""
         return self._starts
 
     def window(self, epoch: int, index: int) -> Packs:
-        """Plan one window: the packs of its steps in running order."""
         if epoch == 0 and index < len(self._tried):
             return self._tried[index]
         # The number of steps was found by trials of other windows: this one may hold samples that combine worse.
@@ -178,7 +176,6 @@ class BalancedPacks:
         return plan_window(chosen, self._spec, rules, int(self._starts[index + 1] - self._starts[index]), rng)
 
     def _draw(self, begin: int, end: int, epoch: int) -> Int64Array:
-        """Samples at some places of an epoch's random order."""
         places = shuffled(self._num_samples, begin, end, shuffle_keys(self._spec.seed, epoch))
         return places if self._spec.samples is None else self._spec.samples[places]
 

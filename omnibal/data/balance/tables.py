@@ -71,7 +71,6 @@ class Tables(NamedTuple):
 
     @classmethod
     def of(cls, samples: Int32Array, packs: Int64Array, mixes: FloatArray, usual: FloatArray) -> "Tables":
-        """Tables with scratch space."""
         encoders = samples.shape[1] - VISION
         return cls(
             samples=samples,

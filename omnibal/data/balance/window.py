@@ -89,7 +89,6 @@ def _measure(chosen: Int64Array, spec: PackingSpec, rules: Rules) -> tuple[Int32
 
 
 def driving_loads(chosen: Int64Array, spec: PackingSpec, rules: Rules) -> Int32Array:
-    """The driving load of each sample."""
     vision, tokens = sizes_of(spec.lengths, spec.limits, chosen, further=True)
     return rules.share_of[tokens if rules.by_tokens else vision]
 
@@ -260,7 +259,6 @@ def _list_packs(
     packed: Int64Array,
     starts: Int64Array,
 ) -> None:
-    """Write the two arrays of ``Packs``: linked lists of samples one after another, and where each pack begins."""
     end = 0
     for place in range(len(order)):
         sample = packs[order[place], FIRST]

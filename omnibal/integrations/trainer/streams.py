@@ -17,9 +17,10 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.packing_spec import Oversized
 from omnibal.errors import ConfigError, said
+from omnibal.feeds.buffer import StreamSettings
 from omnibal.feeds.buffer_plan import buffer_of
 from omnibal.feeds.sources import EveryNth, is_indexed, iterated
-from omnibal.feeds.stream import FATES, FREE, StreamSettings
+from omnibal.feeds.stream import FATES, FREE
 from omnibal.integrations.streams import StreamLoader, stream_loader
 from omnibal.integrations.trainer.hooks import PacksCallback, add_recipe, check_model, worker_options
 from omnibal.integrations.trainer.settings import data_rank_of, data_seed, recompute_of, sharding_of
