@@ -124,10 +124,10 @@ class Layout:
 
     Example:
         >>> layout = Layout(num_stages=4, num_replicas=2)
-        >>> layout.num_devices, layout.rank(stage=1, replica=0), layout.place(3), str(layout)
+        >>> layout.num_devices, layout.rank(stage=1, replica=0), layout.position(3), str(layout)
         (8, 2, PipelinePosition(stage=1, replica=1, tensor=0), '4 stages × 2 replicas')
         >>> apart = Layout(num_stages=3, num_replicas=2, num_tensor=2, encoder=Encoder(num_stages=1, num_replicas=3))
-        >>> apart.num_devices, apart.place(2), apart.place(3)  # ranks 0, 1 and 2 hold the encoder
+        >>> apart.num_devices, apart.position(2), apart.position(3)  # ranks 0, 1 and 2 hold the encoder
         (11, PipelinePosition(stage=0, replica=2, tensor=0), PipelinePosition(stage=1, replica=0, tensor=0))
     """
 
@@ -262,7 +262,7 @@ class Layout:
         """The global rank of a position."""
         return self._first_ranks[stage] + replica * self.shape(stage)[1] + tensor
 
-    def place(self, rank: int) -> PipelinePosition:
+    def position(self, rank: int) -> PipelinePosition:
         """The position of a global rank."""
         if not 0 <= rank < self.num_devices:
             raise ConfigError(f"rank must be below the layout's {self.num_devices} devices, got {rank}")

@@ -79,11 +79,11 @@ def test_every_rank_has_one_place(layout):
         for stage in range(layout.num_stages)
         for replica, tensor in product(*map(range, layout.shape(stage)))
     ]
-    assert [layout.place(rank) for rank in range(layout.num_devices)] == places
+    assert [layout.position(rank) for rank in range(layout.num_devices)] == places
     assert [layout.rank(*place) for place in places] == [*range(layout.num_devices)]
     assert [rank for stage in range(layout.num_stages) for rank in layout.ranks(stage)] == [*range(layout.num_devices)]
     with pytest.raises(ConfigError, match=f"rank must be below the layout's {layout.num_devices} devices, got "):
-        layout.place(layout.num_devices)
+        layout.position(layout.num_devices)
 
 
 def test_a_layout_agrees_with_deepspeeds_topology():
@@ -91,7 +91,7 @@ def test_a_layout_agrees_with_deepspeeds_topology():
     layout = Layout(num_stages=2, num_replicas=3, num_tensor=4)
     for rank in range(layout.num_devices):
         place = topology.get_coord(rank)
-        assert layout.place(rank) == (place.pipe, place.data, place.model)
+        assert layout.position(rank) == (place.pipe, place.data, place.model)
 
 
 def test_an_encoder_of_its_own_is_said_and_checked():

@@ -25,7 +25,7 @@ from omnibal.errors import InfeasibleError
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.plan import Plan
 from omnibal.planner.packings import Packing
-from omnibal.planner.search import PlacedStep, place
+from omnibal.planner.search import PlacedStep, placed_step
 from omnibal.planner.step_model import StepCosts
 from omnibal.profile.records import ModelProfile
 
@@ -166,7 +166,7 @@ class Weighing:
             try:
                 # On all draws, as ZeRO: on the first one alone a kind may be some percent lucky.
                 costs = self._costs(ranked, len(self.scenario.draws))
-                return self._candidate(kind, place(costs, step.plan.schedule, ranked.level))
+                return self._candidate(kind, placed_step(costs, step.plan.schedule, ranked.level))
             except InfeasibleError as lacking:  # another draw may have a larger step
                 missing.append(lacking.missing_bytes)
         return min(missing, default=0)
@@ -207,7 +207,7 @@ class Weighing:
             if schedule != "1f1b" and not has_bubble:
                 continue
             try:
-                found.append(place(costs, schedule, ranked.level))
+                found.append(placed_step(costs, schedule, ranked.level))
             except InfeasibleError as lacking:
                 missing.append(lacking.missing_bytes)
         return found

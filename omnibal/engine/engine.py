@@ -137,7 +137,7 @@ class OmnibalEngine(CheckpointedEngine):
         seconds, dog = resolved.section.run.watchdog_seconds, None
         if seconds:
             layout = resolved.layout
-            places = [f"rank {rank}, stage {layout.place(rank).stage}" for rank in range(layout.num_devices)]
+            places = [f"rank {rank}, stage {layout.position(rank).stage}" for rank in range(layout.num_devices)]
             dog = Watchdog(self.global_rank, places, self._told_samples, seconds)
         keep_watchdog(dog)
 
@@ -165,7 +165,7 @@ class OmnibalEngine(CheckpointedEngine):
         self.last_step, self._pack_losses = step, []
         # Every step of every stage and replica draws dropout masks from a stream of its own, so that a resumed run
         # draws the same without stored generator states. Tensor ranks share it: whole weights stay the same on them.
-        place = self.resolved.layout.place(self.global_rank)
+        place = self.resolved.layout.position(self.global_rank)
         first = self.resolved.layout.rank(place.stage, place.replica)
         stream = [self.resolved.section.model.seed, self.global_steps, first]
         torch.manual_seed(np.random.SeedSequence(stream).generate_state(1)[0])
@@ -189,7 +189,7 @@ class OmnibalEngine(CheckpointedEngine):
     def _samples_of(self, rank: int, micro_batch: int) -> list[int]:
         """The samples of a rank's micro-batch of the last step; none of a stream."""
         layout, step = self.resolved.layout, self.last_step
-        place = layout.place(rank)
+        place = layout.position(rank)
         share = Share(place.replica, layout.shape(place.stage)[0])
         if step is None or not isinstance(self.loader, Loader):
             return []
@@ -205,7 +205,7 @@ class OmnibalEngine(CheckpointedEngine):
             lambda: checked_lengths(dataset, "held-out data"), doing="measures held-out samples", where=self.where
         )
         layout = self.resolved.layout
-        place = layout.place(self.global_rank)
+        place = layout.position(self.global_rank)
         sampler = BalancedBatchSampler(
             lengths,
             self.plan.limits,

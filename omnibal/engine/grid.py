@@ -82,7 +82,7 @@ class UnequalTopology(ProcessTopology):
         self.replicas = [layout.shape(stage)[0] for stage in range(layout.num_stages)]
         self.num_columns = layout.num_columns
         super().__init__(axes=["pipe", "data"], dims=[layout.num_stages, self.num_columns])
-        places = [layout.place(rank) for rank in range(layout.num_devices)]
+        places = [layout.position(rank) for rank in range(layout.num_devices)]
         self.mapping = {self.ProcessCoord(place.stage, place.replica): rank for rank, place in enumerate(places)}
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:

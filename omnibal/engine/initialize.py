@@ -176,7 +176,7 @@ def start(workspace: Workspace, model: Any, dataset: Any, own: UserOptimizer) ->
         return resolved, deepspeed_config_of(resolved, dist.get_rank())
 
     resolved, config = run_on_all_ranks(refuse_or_resolve)
-    section, place = workspace.section, resolved.layout.place(dist.get_rank())
+    section, place = workspace.section, resolved.layout.position(dist.get_rank())
     settings = settings_of(workspace.config, section).items()
     check_same(_versions() | {key: value for key, value in settings if key not in _PATHS})
     if resolved.layout.num_tensor > 1:

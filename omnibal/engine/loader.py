@@ -385,7 +385,7 @@ def _counted(batches: Sequence[Batch], layout: Layout, rank: int, seconds: float
     left out, which the caller enters. Then a number per column that tells whether its first and last stages have read
     the same labels, and each rank's microseconds of reading: the largest is the wait that all ranks share.
     """
-    place = layout.place(rank)
+    place = layout.position(rank)
     # Of tensor ranks, which read the same packs, the first one counts.
     is_first, is_last = (place.tensor == 0 and place.stage == end for end in (0, layout.num_stages - 1))
     counts = torch.zeros(COUNTED + layout.num_columns + layout.num_devices, dtype=torch.int64)

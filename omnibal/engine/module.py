@@ -77,7 +77,7 @@ class VlmPipelineModule(PipelineModule):
     def _partition_layers(self, method: str = "explicit") -> None:
         # PipelineModule's own balances by parameters. It leaves self.parts, which checkpoints and the topology read.
         self.parts = list(self.plan.partition.boundaries)
-        stage = self.layout.place(self.global_rank).stage
+        stage = self.layout.position(self.global_rank).stage
         first = encoder_layers(self.vlm.records) if self.layout.is_spread else 0
         self._set_bounds(start=max(first, self.parts[stage]), stop=self.parts[stage + 1])
 
@@ -329,7 +329,7 @@ class _LayerReader:
         share_layer(vlm, index, module, self.ranks)
         # The first replica of each stage reads weights. Those of the others stay NaN until DeepSpeedEngine.__init__
         # sends them the first one's parameters (_broadcast_model), as it always does: no file is read per replica.
-        if source is not None and resolved.layout.place(dist.get_rank()).replica == 0:
+        if source is not None and resolved.layout.position(dist.get_rank()).replica == 0:
             load_layer(vlm, index, module, source, vlm.slices(index, self.ranks.size, self.ranks.rank))
         assert module.state_dict().keys() == dict(module.named_parameters()).keys(), "DeepSpeed sends parameters only"
         record, names = vlm.records[index], vlm.weight_names(index)

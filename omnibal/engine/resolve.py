@@ -248,7 +248,7 @@ def deepspeed_config_of(resolved: ResolvedRun, rank: int) -> DeepSpeedConfig:
     layout, config = resolved.layout, resolved.config
     if layout.has_units:  # DeepSpeed's view is that of the rank's stage: its replicas, and its micro-batches of a step
         check_batch(config, layout.num_replicas)
-        packs, layout = resolved.micro_batches * layout.num_replicas, layout.of_stage(layout.place(rank).stage)
+        packs, layout = resolved.micro_batches * layout.num_replicas, layout.of_stage(layout.position(rank).stage)
         config = {**config, "gradient_accumulation_steps": packs // layout.num_replicas}
     # DeepSpeedConfig asks its mpu for nothing but the data-parallel ranks; the grid that knows them is yet to be made.
     replicas = SimpleNamespace(get_data_parallel_world_size=lambda: layout.num_replicas)

@@ -113,7 +113,7 @@ class PipelineStreamFeed(StreamFeed):
 
     def _drawing_first(self, told: list[Any]) -> list[Any]:
         """What all ranks told, by rank, in the order that `StreamFeed` knows ranks in: those that draw come first."""
-        return [told[rank] for rank in sorted(range(len(told)), key=lambda rank: self._layout.place(rank).tensor)]
+        return [told[rank] for rank in sorted(range(len(told)), key=lambda rank: self._layout.position(rank).tensor)]
 
     def received(self, window: PlannedWindow) -> list[Batch]:
         """The packs of this rank in a window, which the rank that draws sends; to the last stage their labels alone."""

@@ -25,7 +25,7 @@ from omnibal.data.mixture import Mixture
 from omnibal.errors import ConfigError, DataError, said
 from omnibal.families.base import WINDOWS
 from omnibal.formats.chat import read_conversation
-from omnibal.formats.files import Place, files_of, is_table, stream_rows
+from omnibal.formats.files import RowPosition, files_of, is_table, stream_rows
 from omnibal.formats.images import MOST_PIXELS
 from omnibal.formats.measured import (
     COLUMNS,
@@ -329,7 +329,7 @@ class ConversationStream:
         self._file, self._format, self._broken, self._workers = file, model_format, broken, workers
         self._share = 0, 1  # (rank, ranks): of n ranks each reads every n-th row
         self.left_out = LeftOut()
-        self._begins = self._place = Place()
+        self._begins = self._place = RowPosition()
 
     @property
     def added_end(self) -> str:
@@ -344,7 +344,7 @@ class ConversationStream:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         rows = _Samples(self._file, self._format, self._share, self._begins)
-        self._begins = Place()
+        self._begins = RowPosition()
         # A generator of its own, since this is drawn in a thread beside the model's.
         loader = DataLoader(
             rows, batch_size=None, collate_fn=_uncollated, num_workers=self._workers, generator=torch.Generator(),
@@ -364,20 +364,22 @@ class ConversationStream:
         return self._place._asdict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self._begins = self._place = Place(**state)
+        self._begins = self._place = RowPosition(**state)
 
 
-class _Samples(IterableDataset[tuple[Place, dict[str, Any] | Problem]]):
+class _Samples(IterableDataset[tuple[RowPosition, dict[str, Any] | Problem]]):
     """Samples of a share of a file's rows, or what is wrong with one.
 
     DataLoader asks its workers in turn, one item of each. Worker w of n reads every n-th row of the share from the w-th
     on, so what the workers bring comes in the order of the rows.
     """
 
-    def __init__(self, file: AnnotationFile, model_format: ModelFormat, share: tuple[int, int], begin: Place) -> None:
+    def __init__(
+        self, file: AnnotationFile, model_format: ModelFormat, share: tuple[int, int], begin: RowPosition
+    ) -> None:
         self._file, self._format, self._share, self._begin = file, model_format, share, begin
 
-    def __iter__(self) -> Iterator[tuple[Place, dict[str, Any] | Problem]]:
+    def __iter__(self) -> Iterator[tuple[RowPosition, dict[str, Any] | Problem]]:
         worker = get_worker_info()
         turn, turns = (0, 1) if worker is None else (worker.id, worker.num_workers)
         rank, num_ranks = self._share

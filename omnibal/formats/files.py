@@ -188,7 +188,7 @@ def _undecoded(feature: Any) -> Any:
 # Streams -----------------------------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
+class RowPosition(NamedTuple):
     """Where a stream goes on: rows of the file before it, the byte in the file, and the number of the file."""
 
     lines: int = 0
@@ -196,7 +196,7 @@ class Place(NamedTuple):
     file: int = 0
 
 
-def stream_rows(path: Path, begin: Place = Place()) -> Iterator[tuple[Place, Row]]:  # noqa: B008  (immutable)
+def stream_rows(path: Path, begin: RowPosition = RowPosition()) -> Iterator[tuple[RowPosition, Row]]:  # noqa: B008  (immutable)
     """The rows of a file or folder in their order, each with the place behind it; nothing is read beforehand.
 
     A row may be read until the next one is asked for.
@@ -204,11 +204,11 @@ def stream_rows(path: Path, begin: Place = Place()) -> Iterator[tuple[Place, Row
     files = files_of(path)
     for number in range(begin.file, len(files)):
         read = _stream_tar if is_tar(files[number]) else _stream_table if is_table(files[number]) else _stream_lines
-        for lines, offset, row in read(files[number], begin if number == begin.file else Place()):
-            yield Place(lines, offset, number), row
+        for lines, offset, row in read(files[number], begin if number == begin.file else RowPosition()):
+            yield RowPosition(lines, offset, number), row
 
 
-def _stream_lines(path: Path, begin: Place) -> Iterator[tuple[int, int, Row]]:
+def _stream_lines(path: Path, begin: RowPosition) -> Iterator[tuple[int, int, Row]]:
     with path.open("rb") as file:
         file.seek(begin.offset)
         for number, line in enumerate(file, start=begin.lines + 1):
@@ -216,12 +216,12 @@ def _stream_lines(path: Path, begin: Place) -> Iterator[tuple[int, int, Row]]:
                 yield number, file.tell(), Row(path, number, partial(parse_entry, line))
 
 
-def _stream_tar(path: Path, begin: Place) -> Iterator[tuple[int, int, Row]]:
+def _stream_tar(path: Path, begin: RowPosition) -> Iterator[tuple[int, int, Row]]:
     for number, (end, name, held) in enumerate(tar_samples(path, begin.offset), start=begin.lines + 1):
         yield number, end, Row(path, number, lambda held=held: assembled(held()), name)  # type: ignore[misc]
 
 
-def _stream_table(path: Path, begin: Place) -> Iterator[tuple[int, int, Row]]:
+def _stream_table(path: Path, begin: RowPosition) -> Iterator[tuple[int, int, Row]]:
     """Rows of a Parquet file a group at a time, so that nothing is copied to Arrow first; of others, by number."""
     if path.is_dir() or path.suffix == ".arrow":
         table = TableRows(path, [path])

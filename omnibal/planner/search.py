@@ -124,7 +124,7 @@ class PlacedStep:
     """What the fullest device holds."""
 
 
-def place(costs: StepCosts, schedule: ScheduleName, level: Level = "none") -> PlacedStep:
+def placed_step(costs: StepCosts, schedule: ScheduleName, level: Level = "none") -> PlacedStep:
     """The closed formula's best partition, its levels, and the mean seconds of a step.
 
     Args:

@@ -73,7 +73,7 @@ def engine_of(case):
     num_stages = len(case.boundaries) - 1
     resolved, plan = run_of(case, num_replicas=len(case.packs))
     assert resolved.layout.num_devices == dist.get_world_size()
-    stage, replica, _ = resolved.layout.place(dist.get_rank())
+    stage, replica, _ = resolved.layout.position(dist.get_rank())
     steps = [_dealt(packs, resolved.layout.shape(stage)[0]) for packs in (case.packs, *case.later_packs)]
     loader = FixedPacks(steps, replica, stage in (0, num_stages - 1), resolved.vlm, case.kinds)
     return build_engine(resolved, plan, loader, case.steps, UserOptimizer(**case.own))

@@ -132,7 +132,7 @@ def _bare(network, plan, layout, frozen_stages):
         module = nn.Module()
         module.frozen_stages, module.forward_funcs, module.encoder = frozen_stages, [], nn.ModuleList()
         module.layout = layout
-        stage = layout.place(network.rank).stage
+        stage = layout.position(network.rank).stage
         replicas, _ = layout.shape(stage)
         engine.__dict__ |= {
             "network": network,

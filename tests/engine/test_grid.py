@@ -75,7 +75,7 @@ def test_stages_have_replicas_of_their_own_and_columns_pass_micro_batches(grid_o
     topology, made = UnequalTopology(layout), []
     for rank in range(layout.num_devices):
         grid = grid_on(UnequalGrid, topology, rank, [])
-        place = layout.place(rank)
+        place = layout.position(rank)
         assert (grid.stage_id, grid.data_parallel_id) == (place.stage, place.replica)
         assert grid.get_model_parallel_rank() == place.stage
         assert grid.get_data_parallel_world_size() == layout.shape(place.stage)[0]

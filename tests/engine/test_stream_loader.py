@@ -94,7 +94,7 @@ def loader_of(place, found=None, mixture=MIXTURE, steps=STEPS, oversized="alone"
     settings = StreamSettings(
         limits=LIMITS, micro_batches=micro_batches, buffer=24, mixture=mixture, num_steps=steps, oversized=oversized
     )
-    found, place_of = sources() if found is None else found, layout.place(place[0])
+    found, place_of = sources() if found is None else found, layout.position(place[0])
     feed = PipelineStreamFeed(found, settings, layout=layout, place=place_of, reader=READER, rules=RULES)
     feed._group = place
     return Loader(feed, None)

@@ -19,7 +19,7 @@ from omnibal.pipeline.spread import IMAGES, split_profile
 from omnibal.plan import Plan
 from omnibal.planner.packings import Packing, PlanRequest
 from omnibal.planner.prediction import predict
-from omnibal.planner.search import place
+from omnibal.planner.search import placed_step
 from omnibal.planner.step_model import StepCosts
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LayerCost, ModelProfile
@@ -42,7 +42,7 @@ def even(replicas, micro_batches, units=8, tokens=4000):
 
 
 def placed(profile, packing, layout, asked, schedule, level="none"):
-    return place(StepCosts(profile, packing, layout, asked), schedule, level)
+    return placed_step(StepCosts(profile, packing, layout, asked), schedule, level)
 
 
 def spread(layout):

@@ -21,7 +21,7 @@ from omnibal.families import layer_records
 from omnibal.pipeline.spread import split_profile
 from omnibal.planner.allocation import ModuleCost, allocate
 from omnibal.planner.packings import Packing, PlanRequest
-from omnibal.planner.search import place
+from omnibal.planner.search import placed_step
 from omnibal.planner.step_model import StepCosts
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
@@ -144,7 +144,7 @@ def rigid_seconds(layout: Layout, scenario: Scenario, profile: ModelProfile) -> 
     step = tuple(load[samples] for samples in np.arange(scenario.samples_per_step).reshape(shape))
     packing = Packing(PackLimits(MOST_IMAGES, TOKENS), shape[1], scenario.samples_per_step, (step,), load.max())
     request = PlanRequest(cluster=scenario.cluster, global_batch=scenario.samples_per_step)
-    return place(StepCosts(profile, packing, layout, request), "1f1b").step_seconds
+    return placed_step(StepCosts(profile, packing, layout, request), "1f1b").step_seconds
 
 
 def print_models() -> None:

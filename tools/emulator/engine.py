@@ -311,7 +311,7 @@ def _build(task: EmulationTask, device: EmulatedDevice) -> EmulatedEngine:
 
 
 def _emulate(task: EmulationTask, rank: int, started: float, clocks: Clocks) -> DeviceReport:
-    stage, replica, _ = task.ranks.place(rank)
+    stage, replica, _ = task.ranks.position(rank)
     device = EmulatedDevice(task, stage, replica, f"rank {rank}, stage {stage}", clocks)
     engine = _build(task, device)
     engine.train_batch()  # warms up, and is not logged

@@ -27,7 +27,7 @@ from omnibal.integrations.trainer.settings import (
     recompute_of,
     sharding_of,
 )
-from omnibal.integrations.trainer.streams import PlacedBatches, Stream, as_it_is, keep_place
+from omnibal.integrations.trainer.streams import ResumableBatches, Stream, keep_position, uncollated
 from omnibal.packs.collator import PackCollator, arguments_of, positions_of, without_adapters
 from omnibal.packs.encoders import EncoderAdapter, encoders_of
 from omnibal.packs.padded import RowCollator
@@ -54,7 +54,7 @@ class DatasetDraws:
         generator = torch.Generator().manual_seed(self._seed + self._epoch)
         self._epoch, self._start = self._epoch + 1, 0
         loader = DataLoader(
-            self._dataset, batch_sampler=mine, collate_fn=as_it_is, generator=generator, **self._options
+            self._dataset, batch_sampler=mine, collate_fn=uncollated, generator=generator, **self._options
         )
         return iter(loader)
 
@@ -103,7 +103,7 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
     batches = RearrangedBatches(loader, source, trainer)
 
     def batches_of_epochs() -> DataLoader[Any]:
-        found = DataLoader[Any](batches, batch_size=None, collate_fn=as_it_is)
+        found = DataLoader[Any](batches, batch_size=None, collate_fn=uncollated)
         vars(found)["set_epoch"] = source.set_epoch  # Trainer tells a loader the epoch
         return found
 
@@ -118,7 +118,7 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
     if isinstance(source, DatasetDraws):  # a stream keeps its own place
         made_from |= {"samples": source.num_samples, "seed": data_seed(trainer)}
     add_recipe(trainer, RearrangingCallback(trainer, made_from, batches))
-    keep_place(trainer, batches)
+    keep_position(trainer, batches)
 
 
 def _source(trainer: Trainer, rank: int, num_ranks: int) -> Stream | DatasetDraws:
@@ -143,7 +143,7 @@ def _rearrange_forward(model: Any, encoders: Mapping[str, EncoderAdapter]) -> No
     vars(model)["forward"] = MethodType(forward, model)
 
 
-class RearrangedBatches(PlacedBatches):
+class RearrangedBatches(ResumableBatches):
     """Micro-batches that are drawn from a source and rearranged, as a trainer takes them."""
 
     def __init__(self, loader: RearrangingLoader, source: DatasetDraws | Stream, trainer: Trainer) -> None:
@@ -168,8 +168,8 @@ class RearrangedBatches(PlacedBatches):
         micro_batches = self._trainer.args.gradient_accumulation_steps
         return ceil(len(self.source) / micro_batches) * micro_batches
 
-    def place(self) -> dict[str, Any] | None:
-        return super().place() if isinstance(self.source, Stream) else None
+    def position(self) -> dict[str, Any] | None:
+        return super().position() if isinstance(self.source, Stream) else None
 
     def go_on(self, folder: Path) -> None:
         if isinstance(self.source, Stream):

@@ -59,14 +59,14 @@ def pack_stream(
     )
     sources = _sources(trainer, mixture)
     loader = stream_loader(sources, trainer.data_collator, settings, model=model, weigh_tokens=False)
-    batches: Any = PlacedBatches(loader, trainer)
+    batches: Any = ResumableBatches(loader, trainer)
     # Trainer wants a DataLoader, and hands its batches to the model; packs are collated already.
     vars(trainer)["get_train_dataloader"] = lambda: DataLoader(
-        batches, batch_size=None, collate_fn=as_it_is, pin_memory=args.dataloader_pin_memory
+        batches, batch_size=None, collate_fn=uncollated, pin_memory=args.dataloader_pin_memory
     )
     costs = None if profile is None else phase_costs(profile, recompute=recompute_of(trainer))
     add_recipe(trainer, StreamCallback(trainer, loader, costs))
-    keep_place(trainer, batches)
+    keep_position(trainer, batches)
     if trainer.is_world_process_zero():
         print(
             f"omnibal: {'a stream' if mixture is None else 'streams'} in packs of at most {limits.in_words}, "
@@ -103,7 +103,7 @@ class Stream:
         self._share = _Share(dataset, rank, num_ranks)
         # A generator of its own, since this is drawn in a thread beside the model's.
         generator = torch.Generator()
-        self._loader = DataLoader(self._share, batch_size=size, collate_fn=as_it_is, generator=generator, **options)
+        self._loader = DataLoader(self._share, batch_size=size, collate_fn=uncollated, generator=generator, **options)
         if hasattr(dataset, "state_dict") and not options.get("num_workers"):
             vars(self).update(state_dict=dataset.state_dict, load_state_dict=self._share.load_state_dict)
 
@@ -119,12 +119,12 @@ class _Share(EveryNth, IterableDataset[Any]):
     """The part of a stream as a dataset, for a DataLoader."""
 
 
-def as_it_is(items: Any) -> Any:
+def uncollated(items: Any) -> Any:
     """Collate nothing: batches come collated, draws are collated later."""
     return items
 
 
-class PlacedBatches(IterableDataset[Any]):
+class ResumableBatches(IterableDataset[Any]):
     """A loader's micro-batches as a trainer takes them; each checkpoint keeps where every rank stands in them."""
 
     def __init__(self, loader: Any, trainer: Trainer) -> None:
@@ -139,47 +139,47 @@ class PlacedBatches(IterableDataset[Any]):
     def _batches(self) -> Iterator[Any]:
         return iter(self._loader)
 
-    def place(self) -> dict[str, Any] | None:
+    def position(self) -> dict[str, Any] | None:
         """This rank's place behind a step; None where the number of the step says it."""
-        place: dict[str, Any] = self._loader.state_dict()
-        return place
+        position: dict[str, Any] = self._loader.state_dict()
+        return position
 
     def go_on(self, folder: Path) -> None:
         """Go on from a checkpoint."""
         args = self._trainer.args
         self._blanks = self._trainer.state.global_step % args.max_steps * args.gradient_accumulation_steps
-        self._loader.load_state_dict(read_place(folder))
+        self._loader.load_state_dict(read_position(folder))
 
 
-def read_place(folder: Path) -> dict[str, Any]:
+def read_position(folder: Path) -> dict[str, Any]:
     """This rank's place in its stream, as a checkpoint has it; what one rank cannot read ends all."""
-    path, found_place = folder / STREAM.format(rank=rank_and_size()[0]), {}
+    path, found = folder / STREAM.format(rank=rank_and_size()[0]), {}
     problem: ConfigError | None = None
     try:
-        found_place = load_data(path)
+        found = load_data(path)
     except Exception as error:
         problem = ConfigError(
             f"{path} must be a rank's place in its stream, got {said(error)}; ignore_data_skip=True begins anew"
         )
     gather(problem)
-    return found_place
+    return found
 
 
-def _write_place(found_place: dict[str, Any], path: Path) -> None:
-    torch.save(found_place, path)
+def _write_position(found: dict[str, Any], path: Path) -> None:
+    torch.save(found, path)
     check_data(path)  # what a stream's own state_dict says may be anything; later it is read as data
 
 
-def keep_place(trainer: Trainer, batches: PlacedBatches) -> None:
+def keep_position(trainer: Trainer, batches: ResumableBatches) -> None:
     """Save each rank's place where Trainer saves each rank's random numbers, and read it before training goes on."""
     # Trainer (transformers 5) calls the first on every rank for each checkpoint, the second before it trains on.
     save, load = trainer._save_rng_state, trainer._load_optimizer_and_scheduler
 
     def saved(folder: str) -> None:
         save(folder)
-        if (kept := batches.place()) is not None:
+        if (kept := batches.position()) is not None:
             path = Path(folder) / STREAM.format(rank=trainer.args.process_index)
-            run_on_all_ranks(partial(_write_place, kept, path))
+            run_on_all_ranks(partial(_write_position, kept, path))
 
     def loaded(checkpoint: str | None) -> None:
         load(checkpoint)
