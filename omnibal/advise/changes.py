@@ -272,10 +272,7 @@ def _batched(current: Estimate, batching: Batching) -> TriedChange:
 
 
 def _random_packs(current: Estimate, name: str, detail: str) -> TriedChange:
-    """Packs of random samples, in number and size such that a step has today's samples.
-
-    A host drops samples that are longer than a pack, so that the longest one bounds the size.
-    """
+    """Packs of random samples, as many and as large as make today's step; hosts drop samples longer than a pack."""
     scenario, wanted = current.scenario, current.scenario.samples_per_step
     longest = int(scenario.lengths.llm_tokens.max())
     tokens, recipe = scenario.cutoff or MOST, replace(current.recipe, batching="packed")
@@ -329,10 +326,7 @@ def _sharing_less(current: Estimate) -> TriedChange | None:
 
 
 def _balanced(scenario: Scenario, recipe: Recipe) -> Estimate:
-    """Even packs, as many as today or fewer: as few that they are about equally full.
-
-    None of them is larger than memory allows, if those of today's number are not; else as many as then fit.
-    """
+    """Even packs, as many as today or fewer, so that they are about equally full; more where these do not fit."""
     counts = np.unique(np.geomspace(1, recipe.micro_batches, MOST_TRIED).round().astype(int))[::-1].tolist()
     found = scenario.estimate(replace(recipe, batching="even"))
     if not found.fits:
@@ -363,10 +357,7 @@ def _batch_sizes(recipe: Recipe, least: float = 1.0) -> list[Recipe]:
 
 
 def _fastest(scenario: Scenario, recipes: list[Recipe], present: Recipe, *, least_fill: float = 0.0) -> Estimate | None:
-    """The fastest of the recipes that fit; None if none does.
-
-    Of equally fast ones, the one whose number of micro-batches is nearest to the present one's.
-    """
+    """The fastest recipe that fits, if any; of equally fast ones that with the most usual number of micro-batches."""
     tried = (scenario.estimate(recipe) for recipe in recipes)
     fitting = [
         found for found in tried

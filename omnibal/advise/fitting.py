@@ -17,10 +17,7 @@ TENSOR_DEGREES: Final = (2, 4, 8)
 
 
 def what_fits(now: Estimate) -> tuple[str, ...]:
-    """Changes that would make the present recipe fit, each by itself; where none does, several together.
-
-    Nothing where it fits already, and where not even all of them together would do.
-    """
+    """Changes that would make a recipe fit that does not, each by itself; where none does, several together."""
     if now.peaks[0] <= now.memory.budget_bytes:
         return ()
     scenario, kinds = now.scenario, _kinds(now)

@@ -53,13 +53,10 @@ class RankedLayout(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LayoutRanking:
-    """All layouts of a cluster for one model and data, ranked by a formula.
-
-    ``profiles`` are the costs where so many devices share each layer of the encoder, and of the LLM.
-    """
+    """All layouts of a cluster for one model and data, ranked by a formula."""
 
     scenario: Scenario
-    profiles: Callable[[int, int], ModelProfile]
+    profiles: Callable[[int, int], ModelProfile]  # where so many devices share layers of the encoder, and of the LLM
     num_stages: int | None = None
     """Stages that every pipeline has; None: any number. Those of units count the encoder's."""
     refused: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -68,10 +65,7 @@ class LayoutRanking:
     _profiles: dict[tuple[int, int], ModelProfile] = field(default_factory=dict)
 
     def rank(self, kind: PipelineKind, missing: list[int]) -> list[RankedLayout]:
-        """Layouts of a kind, the fastest of each tensor degree in turns.
-
-        What a device lacks for those that do not fit goes to ``missing``.
-        """
+        """Layouts of a kind, the fastest of each degree in turns; ``missing`` gets what devices lack for others."""
         ranked = list[RankedLayout]()
         made = self._units(missing) if kind == "units" else self.layouts_of(kind)
         for layout, micro_batches, level in dict.fromkeys(made):
@@ -313,10 +307,7 @@ class PartCounts:
         return PartCounts(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
     def stage_seconds(self, in_flight: FloatArray, samples: float, room: float) -> float:
-        """Seconds of the slowest stage for a micro-batch of so many samples, recomputing as little as fits.
-
-        ``in_flight`` are the micro-batches that each stage keeps.
-        """
+        """Seconds of the slowest stage for so many samples, of which each stage keeps ``in_flight`` micro-batches."""
         num_stages = len(in_flight)
         everything, least = (in_flight * samples * kept / num_stages for kept in (self.kept, self.kept_recomputed))
         # A partition gives fewer layers to the first stages, which keep most: the mean stage must fit.
@@ -347,11 +338,7 @@ class StepFormula:
     def seconds(
         self, vision: PartCounts, language: PartCounts, layout: Layout, micro_batches: int, level: Level
     ) -> float:
-        """Seconds of a step; ``level`` is what a spread encoder recomputes.
-
-        Raises:
-            InfeasibleError: A mean stage with all layers recomputed does not fit.
-        """
+        """Seconds of a step; ``level`` is what a spread encoder recomputes."""
         samples = self.samples_per_step / (layout.num_replicas * micro_batches)
         if layout.encoder is None:
             return self._pipeline(vision + language, layout, micro_batches, samples)
@@ -391,10 +378,7 @@ class StepFormula:
         return max(paces) + fill + max(self._sums(vision, encoder, encoding), self._sums(language, behind, seconds))
 
     def _fill(self, part: PartCounts, layout: Layout, seconds: float, samples: float) -> float:
-        """Seconds in which stages wait for the largest micro-batch to pass all others, there and back.
-
-        ``seconds`` is what a mean micro-batch takes on a stage.
-        """
+        """Seconds in which stages wait for the largest micro-batch to pass all others, there and back."""
         passing = FILL * seconds * self._uneven(samples) + 2 * self._transfer(part, layout, samples)
         return (layout.num_stages - 1) * passing
 
@@ -406,15 +390,12 @@ class StepFormula:
         return samples * part.sent / self._links(layout).bandwidth_bytes_per_second if layout.num_stages > 1 else 0.0
 
     def _sums(self, part: PartCounts, layout: Layout, seconds: float) -> float:
-        """Seconds of the optimizer, of sums of gradients, and of updated weights coming back, that nothing hides.
-
-        ``seconds`` is what a micro-batch takes on a stage, a third of it forward.
-        """
+        """Seconds of the optimizer, of sums of gradients, and of updated weights coming back, that nothing hides."""
         update = part.update / (layout.num_stages * layout.num_replicas)
         if layout.num_replicas == 1:
             return update
         once = part.gradients / (layout.num_stages * self._links(layout).between_replicas)
-        # Weights come beside the first forward pass, gradients go beside the last backward pass.
+        # Weights come beside the first forward pass, a third of a micro-batch; gradients go beside the last backward.
         return update + max(once - seconds / 3, 0) + max(once - seconds * 2 / 3, 0)
 
     def _links(self, layout: Layout) -> Links:

@@ -119,14 +119,9 @@ def weigh_layouts(
     num_stages: int | None = None,
     report: Callable[[str], object] = lambda doing: None,
 ) -> LayoutAnswer:
-    """Find the fastest layout of every kind, or what its devices lack.
+    """Find the fastest layout of every kind, or what its devices lack; ``report`` is told what is being done.
 
-    Args:
-        scenario: Data, costs on one device, machines and the samples of a step.
-        profiles: Costs where so many devices share each layer of the encoder, and of the LLM.
-        kinds: What is weighed.
-        num_stages: Stages that every pipeline has; by default any number.
-        report: Called with what is being done.
+    ``profiles`` are costs where so many devices share each layer of the encoder, and of the LLM.
     """
     if scenario.hears:
         kinds = tuple(kind for kind in kinds if kind in DATA_PARALLEL)
@@ -172,10 +167,7 @@ class Weighing:
         return min(missing, default=0)
 
     def tried(self, kind: PipelineKind, missing: list[int]) -> list[tuple[PlacedStep, RankedLayout]]:
-        """Steps of the best ranked layouts on the first draw, fastest first.
-
-        What a device lacks for those that do not fit goes to ``missing``.
-        """
+        """Steps of the best ranked layouts on the first draw, fastest first; ``missing`` gets what others lack."""
         found = list[tuple[PlacedStep, RankedLayout]]()
         tried, placed, times = 0, 0, min(max(MANY_DEVICES // self._cluster.num_devices, 1), MOST_TIMES)
         for ranked in self.ranking.rank(kind, missing):

@@ -45,14 +45,7 @@ class Overlong:
     cut_images: CutImages = "fails"
 
     def apply(self, tokens: IntArray, targets: IntArray | None, images: IntArray, limit: int) -> Kept:
-        """Cut samples at a limit of tokens.
-
-        Args:
-            tokens: Tokens of each sample, shape (samples,).
-            targets: Target tokens of each, which stand behind the rest; None if nobody counted them.
-            images: Tokens of each that stand for images, videos or sounds, and come first.
-            limit: Most tokens of a sample.
-        """
+        """Cut samples at a limit of tokens: ``images`` of each come first, ``targets`` last (None if not counted)."""
         over, none = tokens > limit, np.zeros(len(tokens), dtype=bool)
         if self.keeps == "nothing":
             return Kept(tokens, targets, over, none)
@@ -73,11 +66,7 @@ class Overlong:
         return Kept(left, targets, none, broken)
 
     def cut(self, lengths: SampleLengths, images: IntArray, limit: int) -> tuple[SampleLengths, IntArray, str]:
-        """Samples as they are trained, which of all these are, and what became of the others, in words.
-
-        Raises:
-            DataError: None is left.
-        """
+        """Samples as they are trained, which of all these are, and what became of the others, in words."""
         targets = None if lengths.target_tokens is None else lengths.target_tokens.astype(np.int64)
         tokens = lengths.llm_tokens.astype(np.int64)
         kept = self.apply(tokens, targets, images, limit)

@@ -163,17 +163,17 @@ def read_today(today: str) -> Present:
     path = Path(today)
     if not path.is_file():
         raise ConfigError(f"today must be one of {', '.join(MEETINGS)}, or a file, got {today!r}")
-    return read_present(_content(path), lambda name: _content(_beside(path, name)))
 
+    def load(name: str) -> Content:
+        found = next((near for near in (path.parent / name, Path(name)) if near.is_file()), None)
+        if found is None:
+            raise ConfigError(
+                f"deepspeed in {path} must name a file beside it or here, got {name!r}; copy it, or write zero2 or "
+                "zero3"
+            )
+        return _content(found)
 
-def _beside(path: Path, name: str) -> Path:
-    """A file that another one names: relative to where it lies, or to where the command runs."""
-    found = next((near for near in (path.parent / name, Path(name)) if near.is_file()), None)
-    if found is None:
-        raise ConfigError(
-            f"deepspeed in {path} must name a file beside it or here, got {name!r}; copy it, or write zero2 or zero3"
-        )
-    return found
+    return read_present(_content(path), load)
 
 
 def _content(path: Path) -> dict[str, Any]:
@@ -209,11 +209,10 @@ def _deepspeed(content: Content) -> Present:
         )
     half = {**_section(content, "fp16"), **_section(content, "bf16")}
     without = half.get("bf16_master_weights_and_grads") or half.get("fp16_master_weights_and_grads")
+    masters = "in 16 bits" if without else None
+    told = {"zero_hpz_partition_size": hpz, "optimizer.type": optimizer, "master_weights_and_grads": masters}
     said = {"zero_optimization.stage": str(stage)} | _said(content, _DEEPSPEED_READ)
-    said |= {OFFLOADS[part]: "yes" for part in offloaded}
-    said |= {"zero_hpz_partition_size": str(hpz)} if hpz else {}
-    said |= {"optimizer.type": str(optimizer)} if optimizer else {}
-    said |= {"master_weights_and_grads": "in 16 bits"} if without else {}
+    said |= {OFFLOADS[part]: "yes" for part in offloaded} | {key: str(value) for key, value in told.items() if value}
     # Samples are drawn in the shares that repetitions make in any case.
     mixture = _section(_section(content, "omnibal"), "data").get("mixture")
     return Present(

@@ -136,11 +136,7 @@ class Question:
         return weigh_layouts(self.scenario, self.tensor_profile, report=report)
 
     def tensor_profile(self, encoder: int, language: int) -> ModelProfile:
-        """Counted costs where so many devices share each layer of the encoder, and of the LLM.
-
-        Raises:
-            ConfigError: Costs are measured, or so many devices cannot share a layer.
-        """
+        """Counted costs where so many devices share each layer of the encoder, and of the LLM."""
         if self.costs is not None:
             raise ConfigError(MEASURED)
         present, device, degrees = self.present, self.cluster.device, {"vision": encoder, "language": language}

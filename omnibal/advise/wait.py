@@ -63,10 +63,7 @@ def phase_costs(profile: ModelProfile, *, recompute: Level = "none") -> dict[str
 
 
 def sample_costs(profile: ModelProfile, *, recompute: Level = "none") -> dict[str, CostModel]:
-    """What a sample costs in each encoder (``"vision"``, ``"sound"``) and the LLM (``"language"``), both passes.
-
-    What a micro-batch costs whatever it holds is left out: it is the same on all ranks.
-    """
+    """What a sample costs in each encoder and the LLM, both passes; a micro-batch's fixed costs are left out."""
     costs = phase_costs(profile, recompute=recompute)
     parts = [phase.removesuffix(" forward") for phase in costs if phase.endswith("forward")]
     return {part: replace(costs[f"{part} forward"] + costs[f"{part} backward"], fixed=0.0) for part in parts}

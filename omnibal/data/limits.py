@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from omnibal.cost import Load
-from omnibal.data.lengths import SampleLengths
+from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.errors import DataError, integer
 
 MOST: Final = 2**22
@@ -98,11 +98,7 @@ class PackLimits:
         return np.flatnonzero(over)
 
     def refuse_none(self, lengths: SampleLengths) -> None:
-        """Refuse limits that every sample exceeds: nothing could ever share a pack.
-
-        Raises:
-            DataError: They do, and the message names the largest sizes; or there is no sample.
-        """
+        """Refuse limits that every sample exceeds: nothing could ever share a pack."""
         if not len(lengths):
             raise DataError("lengths must hold at least one sample, got none")
         if len(self.oversized(lengths)) == len(lengths):
@@ -113,11 +109,7 @@ class PackLimits:
             )
 
     def refuse_oversized(self, lengths: SampleLengths) -> None:
-        """Refuse samples that exceed a limit on their own.
-
-        Raises:
-            DataError: A sample exceeds a limit; the message names the first one.
-        """
+        """Refuse samples that exceed a limit on their own; the message names the first one."""
         over = self.oversized(lengths)
         if len(over):
             first = over[0]
@@ -163,11 +155,7 @@ def paper_limits(lengths: SampleLengths) -> PackLimits:
     return PackLimits(min(max(round(longest * units_per_token), summary.max_vision_units), MOST), longest)
 
 
-def choose_limits(
-    lengths: SampleLengths,
-    vision_units: int | None = None,
-    llm_tokens: int | None = None,
-) -> PackLimits:
+def choose_limits(lengths: SampleLengths, vision_units: int | None = None, llm_tokens: int | None = None) -> PackLimits:
     """The limits that were given; what was left out is what the paper's rule says."""
     if vision_units is None or llm_tokens is None:
         ruled = paper_limits(lengths)
@@ -180,17 +168,13 @@ def choose_limits(
 
 def largest_load(lengths: SampleLengths, limits: PackLimits) -> Load:
     """A micro-batch that none within the limits exceeds in any size; squares are largest in the longest samples."""
-    longest = min(lengths.summary.max_llm_tokens, limits.llm_tokens)
-    per_unit = 0.0
-    if lengths.vision_squared is not None:
-        per_unit = float((lengths.vision_squared / np.maximum(lengths.vision_units, 1)).max(initial=0))
-    share = 1.0
-    if lengths.target_tokens is not None:
-        share = float((lengths.target_tokens / np.maximum(lengths.llm_tokens, 1)).max(initial=0))
-    tokens = limits.llm_tokens
-    sounds = 0.0
-    if lengths.sound_units is not None:  # without a limit of their own the tokens bound them
-        per_token = float((lengths.sound_units / np.maximum(lengths.llm_tokens, 1)).max(initial=0))
-        sounds = min(limits.most("sound_units"), tokens * per_token)
-    squared = limits.vision_units * per_unit
-    return Load(limits.vision_units, tokens, tokens * longest, squared, tokens * share, sounds)
+    tokens, longest = limits.llm_tokens, min(lengths.summary.max_llm_tokens, limits.llm_tokens)
+
+    def most_per(column: IntArray | None, of: IntArray, unknown: float) -> float:
+        return unknown if column is None else float((column / np.maximum(of, 1)).max(initial=0))
+
+    squared = limits.vision_units * most_per(lengths.vision_squared, lengths.vision_units, 0.0)
+    targets = tokens * most_per(lengths.target_tokens, lengths.llm_tokens, 1.0)
+    # Without a limit of their own the tokens bound sounds.
+    sounds = min(limits.most("sound_units"), tokens * most_per(lengths.sound_units, lengths.llm_tokens, 0.0))
+    return Load(limits.vision_units, tokens, tokens * longest, squared, targets, sounds)
