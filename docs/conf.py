@@ -9,6 +9,7 @@ project = "omnibal"
 author = "the authors of omnibal"
 copyright = author
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "reference"]
+root_doc = "start"
 html_theme = "furo"
 html_title = "omnibal"
 exclude_patterns = ["_build"]

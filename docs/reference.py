@@ -28,6 +28,28 @@ OUTSIDE: Final = re.compile(r"\]\((\.\./[^)#]+\.md)\)")
 """Links to reports outside docs/: pages where no site is built, files beside the site."""
 
 
+MOVED: Final = {
+    "index": "start.html",
+    "hosts": "trainer.html#other-hosts",
+    "running": "pipeline.html",
+    "memory": "pipeline.html#memory",
+    "lora": "pipeline.html#lora",
+    "tensor": "layouts.html#tensor-ranks",
+    "video": "data.html#videos",
+    "sound": "data.html#sounds",
+    "mixtures": "streams.html",
+    "compared": "advise.html#omnibal-or-what-your-trainer-has",
+    "families": "models.html#a-family-of-your-own",
+    "nodes": "checkpoints.html#many-nodes",
+    "hang": "troubleshooting.html#a-hang",
+    "slow_rank": "troubleshooting.html#one-slow-rank",
+    "out_of_memory": "troubleshooting.html#out-of-memory-on-one-rank",
+    "lost_samples": "troubleshooting.html#samples-that-are-lost-or-seen-twice",
+    "bad_input": "troubleshooting.html#bad-input",
+}
+"""Pages of earlier versions, and where their text is."""
+
+
 def keys() -> str:
     """Every key of the "omnibal" section as Markdown: its type, its default, and what the code says of it."""
     return "\n".join(_section(OmnibalSection, "omnibal"))
@@ -101,9 +123,10 @@ def documented(entry: re.Match[str]) -> str:
     return f"```{{eval-rst}}\n.. {kind}:: {entry[1]}\n```\n"
 
 
-def contents(index: str) -> str:
-    """The pages that the index links to, in its order, as Sphinx wants to know them."""
-    return "\n```{toctree}\n:hidden:\n\n" + "\n".join(re.findall(r"\]\((\w+)\.md\)", index)) + "\n```\n"
+def contents(start: str) -> str:
+    """The pages that the first one lists, in its order, as Sphinx wants to know them."""
+    listed = start[start.index("## All pages") :]
+    return "\n```{toctree}\n:hidden:\n\n" + "\n".join(re.findall(r"\]\((\w+)\.md\)", listed)) + "\n```\n"
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
@@ -111,11 +134,11 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
     def fill(_: Sphinx, page: str, source: list[str]) -> None:
         text = source[0]
-        if page == "index":
+        if page == "start":
             text += contents(text)
         elif page == "api":
             text = NAME.sub(documented, text)
-        elif page == "running":
+        elif page == "pipeline":
             text = text.replace(KEYS, keys())
         elif page == "cli":
             text = text.replace(COMMANDS, commands())
@@ -129,6 +152,9 @@ def setup(app: Sphinx) -> dict[str, Any]:
     def save_results(built: Sphinx, error: Exception | None) -> None:
         if error is None:
             (Path(built.outdir) / "results.json").write_text(as_json())
+            for old, new in MOVED.items():
+                page = f'<meta http-equiv="refresh" content="0; url={new}">'
+                (Path(built.outdir) / f"{old}.html").write_text(page)
 
     app.connect("source-read", fill)
     app.connect("build-finished", save_results)

@@ -14,7 +14,8 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[1]
-REPORTS = sorted([*ROOT.glob("tools/*/RESULTS.md"), ROOT / "tools/sampling/VISION.md", ROOT / "docs/leaks.md"])
+SAMPLING = [ROOT / f"tools/sampling/{name}.md" for name in ("VISION", "MIXTURES", "STREAMS", "PLANNER")]
+REPORTS = sorted([*ROOT.glob("tools/*/RESULTS.md"), *SAMPLING, ROOT / "docs/leaks.md"])
 NUMBER = re.compile(r"[+−-]?\d[\d,]*(\.\d+)?(e[+-]\d+)?")
 DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b")
 

@@ -1,5 +1,6 @@
-"""Draws the pictures of start.md and layouts.md: python docs/pictures/draw.py."""
+"""Draws the pictures of README, start.md and layouts.md: PYTHONPATH=. python docs/pictures/draw.py."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,14 +8,19 @@ import numpy as np
 from matplotlib.axes import Axes
 from PIL import Image
 
-from omnibal.cluster import Encoder, Layout, Links
+from omnibal import BalancedBatchSampler, PackLimits, SampleLengths
+from omnibal.advise.wait import phase_costs
+from omnibal.cluster import Cluster, Encoder, Layout, Links
 from omnibal.cost import CostModel, Load
+from omnibal.families import layer_records
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.pipeline.simulate import simulate, simulate_step
+from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LayerCost, ModelProfile
 from omnibal.report.stages import plot_timeline
 from omnibal.report.style import BLUE, GREEN, GREY, ORANGE, PINK, SERIES, VERMILION, drawing, legend_below
+from tools.synthetic import tiled_lengths
 
 HERE = Path(__file__).parent
 TOKENS = (900, 2600, 400, 1700, 700, 3100, 1300, 600)
@@ -24,6 +30,7 @@ WAITING: Any = {"facecolor": "none", "edgecolor": GREY, "hatch": "////", "linewi
 
 def main() -> None:
     """Draw all of them, in few colours: small files."""
+    draw_ranks()
     draw_packs()
     draw_step()
     draw_pipeline()
@@ -31,6 +38,64 @@ def main() -> None:
     draw_units()
     for path in HERE.glob("*.png"):
         Image.open(path).convert("RGB").quantize(48).save(path, optimize=True)
+
+
+def draw_ranks() -> None:
+    """A step of eight ranks under ZeRO 3, where they meet behind every phase: random padded batches, and our packs."""
+    records = layer_records(json.loads((HERE.parents[1] / "ds_configs/models/InternVL3-8B/config.json").read_text()))
+    costs = phase_costs(analytic_profile(records, Cluster.parse("8xA100-80GB").device), recompute="full")
+    lengths = tiled_lengths(20_000, seed=1)
+    order = np.random.default_rng(0).permutation(len(lengths))[: 8 * 4 * 500].reshape(-1, 8, 4)
+    batches = [[(batch, True) for batch in step] for step in order]
+    limits = PackLimits(8, 3008)  # four samples a pack, as batches have
+    samplers = [BalancedBatchSampler(lengths, limits, num_replicas=8, rank=rank) for rank in range(8)]
+    packs = [[(np.array(pack), False) for pack in step] for step in zip(*samplers, strict=True)]
+    with drawing(HERE / "ranks.png", 9, 3.2) as figure:
+        panels = figure.subplots(1, 2, sharey=True, sharex=True)
+        titles = ("padded random batches", "balanced packs")
+        for axes, steps, title in zip(panels, (batches, packs), titles, strict=True):
+            parts = np.array([[seconds_of(costs, lengths, *batch) for batch in step] for step in steps[:400]])
+            vision, language, padding = np.moveaxis(parts, -1, 0)
+            slowest = vision.max(axis=1) + (language + padding).max(axis=1)
+            shown = int(np.argsort(slowest)[len(slowest) // 2])
+            draw_rank_bars(axes, *parts[shown].T)
+            busy = (vision + language).sum() / (8 * slowest.sum())
+            axes.set_title(f"{title}: {busy:.0%} is work", loc="left")
+        panels[0].set(ylabel="rank", xlim=(0, 2.7))
+        legend_below(figure, panels[0])
+
+
+def seconds_of(costs: Any, lengths: SampleLengths, samples: np.ndarray, padded: bool) -> tuple[float, float, float]:
+    """Seconds of a micro-batch's ViT, of its LLM on real tokens, and of its LLM on padding."""
+    tiles, tokens = lengths.vision_units[samples].sum(), lengths.llm_tokens[samples].astype(float)
+    held = np.full(len(tokens), tokens.max()) if padded else tokens
+    vision, real, whole = (
+        sum(cost(load) for name, cost in costs.items() if name.startswith(part))
+        for part, load in (
+            ("vision", Load(tiles, 0, 0)),
+            ("language", Load(0, tokens.sum(), (tokens**2).sum())),
+            ("language", Load(0, held.sum(), (held**2).sum())),
+        )
+    )
+    return float(vision), float(real), float(whole - real)
+
+
+def draw_rank_bars(axes: Axes, vision: np.ndarray, language: np.ndarray, padding: np.ndarray) -> None:
+    """Bars of one step: ranks wait for the slowest ViT, then for the slowest LLM."""
+    ranks, left = np.arange(len(vision)), np.zeros(len(vision))
+    after_vision = vision.max() - vision
+    after_language = (language + padding).max() - language - padding
+    for name, seconds, look in (
+        ("ViT", vision, {"color": GREEN}),
+        ("waiting", after_vision, WAITING),
+        ("LLM", language, {"color": BLUE}),
+        ("padding", padding, {"color": VERMILION}),
+        ("", after_language, WAITING),
+    ):
+        axes.barh(ranks, seconds, left=left, label=name or None, **look)
+        left += seconds
+    axes.set(xlabel="seconds of a step, counted for A100s", ylim=(len(vision) - 0.4, -0.6), yticks=ranks)
+    axes.grid(False, axis="y")
 
 
 def draw_packs() -> None:

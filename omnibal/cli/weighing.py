@@ -26,7 +26,7 @@ WEIGHED: Final[Mapping[LayoutChoice, tuple[Kind, ...]]] = {
     "auto": tuple(KINDS), "spread": ("spread",), "units": ("units",), "zero": ("zero", "rearranged"),
 }  # fmt: skip
 PLANNED: Final[tuple[Kind, ...]] = ("pipeline", "tensor", "spread", "units")
-PAGES: Final[Mapping[Kind, str]] = {"zero": "docs/hosts.md", "rearranged": "docs/rearranging.md"}
+PAGES: Final[Mapping[Kind, str]] = {"zero": "docs/trainer.md", "rearranged": "docs/rearranging.md"}
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class ModelSection(Section):
     path: UserPath | None = None
     """Hugging Face folder (config.json, weights, tokenizer, preprocessor)."""
     family: str | None = None
-    """Python module that registers the model's family, where it is none of omnibal's; see families.md. Every command
+    """Python module that registers the model's family, where it is none of omnibal's; see models.md. Every command
     and process imports it: its code runs."""
     weights: Literal["load", "random"] = "load"
     """``load`` reads the folder's safetensors; ``random`` draws initial weights from ``seed``."""
@@ -142,7 +142,7 @@ class DataSection(Section):
     measured beforehand. It wants ``run.max_steps`` and the limits of ``packing``; see streams.md."""
     mixture: MixtureSetting = None
     """What share each source gets: ``{"ocr": 0.3, "chat": 0.7}``, by the names that the meta file gives its datasets
-    (of annotation files, theirs), with a schedule or by tokens, too: see mixtures.md. ``"repeat_time"``: what the meta
+    (of annotation files, theirs), with a schedule or by tokens, too: see streams.md. ``"repeat_time"``: what the meta
     file repeats; of 0.5, each epoch another half. Left out: ``repeat_time`` as InternVL has it, each epoch the same."""
     workers: Annotated[int, Field(ge=0)] | None = None
     """DataLoader processes on each rank that decodes images; left out, as many as a step's images need, if there are
@@ -206,7 +206,7 @@ class PipelineSection(Section):
     """``spread``: all processes encode a share of a step's images, before the language model's pipeline and behind it.
     Left out: the plan's, where a plan is named; else the encoder has the replicas of all other stages."""
     num_tensor: Annotated[Count | Literal["auto"], AfterValidator(_no_encoder_beside)] = 1
-    """Ranks that share each layer, for models that are too large without them; see tensor.md. ``auto``: as many as the
+    """Ranks that share each layer, for models that are too large without them; see layouts.md. ``auto``: as many as the
     plan says; without a plan 1."""
     partition: Literal["uniform", "parameters"] | list[int] = "parameters"
     """A method, or the boundaries themselves: ``[0, 5, 14]`` gives stages of layers 0–4 and 5–13. A method cuts encoder
@@ -302,7 +302,7 @@ class RunSection(Section):
     watchdog_seconds: Annotated[float, Field(ge=0)] = 300.0
     """How long a rank may stand at one instruction of a step before it says for whom it waits; after three times as
     long it ends with status 75. A first step that compiles kernels for minutes wants more; 0: no watchdog. See
-    hang.md."""
+    troubleshooting.md."""
     not_finite: Literal["skip", "error"] = "skip"
     """What to do with a step whose loss or gradients are not finite: leave it out, with a warning that names its
     samples, up to five in a row; or end the run at the first one."""

@@ -1,4 +1,4 @@
-"""The worked example of docs/families.md: a family that is registered from outside."""
+"""The worked example of docs/models.md: a family that is registered from outside."""
 
 import sys
 from contextlib import contextmanager

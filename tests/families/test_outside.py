@@ -1,4 +1,4 @@
-"""A family from outside, as docs/families.md shows it, is as good as omnibal's own."""
+"""A family from outside, as docs/models.md shows it, is as good as omnibal's own."""
 
 import json
 

@@ -1,6 +1,7 @@
 """The examples of launch/examples train what plain transformers would, and go on where they were stopped."""
 
 import importlib
+import json
 import os
 import sys
 from functools import partial
@@ -15,16 +16,24 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
-from transformers import AttentionInterface, PreTrainedTokenizerFast
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+    TrainingArguments,
+)
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
+from omnibal.demo import write_demo
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.lengths import samples_to_check
 from omnibal.integrations.loops import balanced_loader, item_loads
 from omnibal.packs.loading import PackSampler
 from omnibal.vlm.attention import packed_attention
 from tests.engine.launch import launch
+from tests.families.models import save_folder
 from tests.integrations.items import Collate, config_of, items_of
 from tests.integrations.trainers import accelerate_afresh
 from tests.vlm.families import plain_backward, plain_family_model
@@ -244,3 +253,25 @@ def test_two_processes_of_every_host_train_what_plain_transformers_would(tmp_pat
     for package in ("accelerate", "lightning", "trl"):
         pytest.importorskip(package)
     assert launch(2, "tests.integrations.test_hosts:train_in_hosts", tmp_path) == [True, True]
+
+
+@pytest.mark.parametrize("family", ["internvl", "qwen2_5_vl"])
+def test_the_page_for_beginners_trains_and_goes_on(family, tmp_path, monkeypatch, capsys):
+    """docs/finetune.md: a folder of weights and annotations, to checkpoints from which the same command goes on."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    example = importlib.import_module("finetune")
+    demo = write_demo(tmp_path / "demo", samples=24, held_out=20)
+    folder = demo.model if family == "internvl" else tmp_path / "model"
+    if family == "internvl":
+        AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    else:
+        save_folder(family, folder, demo.model, weights=True)
+    settings = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_steps": 1, "logging_steps": 1}
+    settings |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    for max_steps in (2, 3):
+        args = TrainingArguments(str(tmp_path / "out"), max_steps=max_steps, **settings)
+        example.main(example.Job(str(folder), str(demo.meta)), args)
+        assert "samples in packs of at most" in capsys.readouterr().out
+    state = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())
+    assert [row["step"] for row in state["log_history"] if "loss" in row] == [1, 2, 3]
+    assert (tmp_path / "out" / "model.safetensors").is_file()

@@ -27,7 +27,7 @@ from tests.integrations.sounds import SOUND_MODELS, save_sound_folder, sound_ite
 from tests.vlm.families import plain_family_model
 
 OMNI = "qwen2_5_omni_thinker"
-DOCUMENTED = Path(__file__).parents[2] / "docs" / "sound.md"
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "data.md"
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
@@ -152,7 +152,7 @@ def test_a_sound_of_one_token_is_refused():
 
 
 def test_the_documented_trainer_trains_on_annotations_with_sounds(tmp_path, monkeypatch, capsys):
-    """docs/sound.md, word by word."""
+    """docs/data.md, word by word."""
     write_model_folder(tmp_path / "demo", vocabulary())
     save_sound_folder("qwen2_audio", tmp_path / "model", tmp_path / "demo", weights=True)
     records = []
@@ -167,7 +167,7 @@ def test_the_documented_trainer_trains_on_annotations_with_sounds(tmp_path, monk
     assert (lengths.exit_code, "windows" in lengths.output) == (0, True), lengths.output
     planned = CliRunner().invoke(app, ["profile", "model", "profile.json", "--cluster", "2xA100-80GB"])
     assert "must be one without sounds to be planned for" in planned.output.replace("\n", " ")
-    (code,) = (block for block in BLOCK.findall(DOCUMENTED.read_text()) if "balance(trainer" in block)
+    (code,) = (block for block in BLOCK.findall(DOCUMENTED.read_text()) if "Qwen2Audio" in block)
     names = {}
     exec(code.replace("models/Qwen2-Audio-7B-Instruct", "model").replace('"out"', '"out", use_cpu=True'), names)
     assert names["trainer"].state.epoch == 3

@@ -1,0 +1,46 @@
+"""Pages are short, and written in plain sentences."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "ds_configs/README.md"]
+PAGES.append(ROOT / "omnibal/data/balance/ALGORITHM.md")
+MOST_WORDS, MOST_WORDS_A_PAGE, MOST_WORDS_A_SENTENCE = 20_000, 1_800, 25
+BANNED = re.compile(
+    r"(?:(?<=[.:;!?] )|^)Where \w|\b(?:of theirs|of yours|so many|as much as|those that|a further|in turn)\b", re.M
+)
+
+
+def prose(page):
+    """A page without its code and what is generated."""
+    text = re.sub(r"```.*?```|<!--.*?-->", "", page.read_text(), flags=re.DOTALL)
+    return re.sub(r"^(?: {4}|\t).*$", "", text, flags=re.MULTILINE)
+
+
+def sentences(page):
+    """The sentences of paragraphs and lists; code within a sentence is one word."""
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", prose(page))
+    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*|#]|\d+\.) ?)", re.sub(r"`[^`]*`", "X", text)):
+        if not block.lstrip().startswith(("|", "#")):
+            yield from re.split(r"(?<=[.!?:;])\s+", " ".join(block.split()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_a_page_is_short_and_says_one_thing_a_sentence(page):
+    assert len(prose(page).split()) <= MOST_WORDS_A_PAGE
+    assert [sentence for sentence in sentences(page) if len(sentence.split()) > MOST_WORDS_A_SENTENCE] == []
+    assert BANNED.findall(prose(page)) == []
+
+
+def test_all_pages_together_are_read_in_an_evening():
+    assert sum(len(prose(page).split()) for page in PAGES) <= MOST_WORDS
+
+
+def test_sentences_are_found_as_they_stand(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A\n\nOne `two three` [four](five six). Seven.\n\n    code of many words\n\n- a\n- b; c\n")
+    assert [*sentences(page)] == ["One X four.", "Seven.", "- a", "- b;", "c"]
+    assert BANNED.findall("It goes. Where it stops, all stop as much as they can.") == ["Where i", "as much as"]
