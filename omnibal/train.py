@@ -221,7 +221,7 @@ def _begin(engine: OmnibalEngine, workspace: Workspace) -> MetricsLog | None:
     else:
         named.save(files.run_plan)
     with reporting("the table of the plan"):
-        data = engine.loader.summary() | {"parameters trained": trained_in_words(engine.resolved.trained)}
+        data = engine.loader.feed.summary() | {"parameters trained": trained_in_words(engine.resolved.trained)}
         Console(markup=False).print(run_table(engine.plan, engine.module.vlm.records, data))
     return MetricsLog(files.metrics, first_step=engine.global_steps, device=device_name(engine.device))
 

@@ -58,7 +58,7 @@ class Step:
     oversized: Mapping[Oversized, int] = field(default_factory=dict)
     target_tokens: int | None = None
     left_out: int = 0
-    packs: Packs | None = None
+    packs: Packs | None = field(default=None, compare=False)  # follow from the rest
 
     @property
     def llm_tokens(self) -> int:

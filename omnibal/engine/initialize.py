@@ -41,6 +41,7 @@ from omnibal.engine.settings import settings_of
 from omnibal.engine.streams import stream_loader
 from omnibal.errors import ENGINE_MODULES, ConfigError, end_in_one_line
 from omnibal.families.base import trained_in_words
+from omnibal.feeds.feed import Share
 from omnibal.plan import Plan
 from omnibal.processes import end_with_launcher
 from omnibal.ranks import check_same, gloo_group, lost_ranks_named, run_on_all_ranks, watch
@@ -195,7 +196,9 @@ def start(workspace: Workspace, model: Any, dataset: Any, own: UserOptimizer) ->
         LOG.info("parameters trained: %s", trained_in_words(resolved.trained))
         warn_of_float32(get_accelerator().device_name(), resolved.layout.precision)
         warn_of_added_end(samples)
+    share = Share(place.replica, resolved.layout.shape(place.stage)[0]) if resolved.layout.has_units else None
     reader = PackReader(
+        share=share,
         view=view_of(place.stage, resolved.layout.num_stages),
         pixel_shape=resolved.vlm.pixel_shape,
         pixel_dtype=resolved.dtype,

@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import pairwise
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from omnibal.cluster import Layout, PipelinePosition
+from omnibal.cluster import Layout
 from omnibal.data.epoch import Step
 from omnibal.data.lengths import SampleLengths
 from omnibal.engine.ray_packs import RayPacks
@@ -120,10 +120,6 @@ class PackReader:
     step_seconds: float | None = None
     """What a step of training is predicted to take; None if nobody predicted it."""
 
-    def of(self, place: PipelinePosition, layout: Layout) -> "PackReader":
-        """The reader of a rank at a place: where stages have replicas of their own, it reads the packs of its own."""
-        return replace(self, share=Share(place.replica, layout.shape(place.stage)[0])) if layout.has_units else self
-
     def collate(self, samples: list[dict[str, Any]]) -> Batch:
         """A pack of samples as tensors, without those that cannot be read."""
         left_out = [sample[LEFT_OUT] for sample in samples if LEFT_OUT in sample]
@@ -159,10 +155,9 @@ class PackReader:
         micro_batches = sampler.num_replicas * sampler.micro_batches // share.num_shares
         packs = PacksFromHere(sampler, share)
         if self.ray is not None and self.view == "images":
-            remote = RayPacks(
-                dataset, packs, self.collate, address=self.ray, count=micro_batches, pin=self.pin_memory
-            )  # fmt: skip
-            return EpochFeed(sampler, remote, share)
+            pin = self.pin_memory
+            read = RayPacks(dataset, packs, self.collate, address=self.ray, count=micro_batches, pin=pin)
+            return EpochFeed(sampler, read, share)
         workers = self._workers(sampler, share, micro_batches)
         reader: DataLoader[Batch] = DataLoader(
             cast(Dataset[Any], self._viewed(dataset)),
@@ -256,10 +251,6 @@ class Loader:
         """Go on from a position."""
         self.feed.load_state_dict(state)
 
-    def summary(self) -> dict[str, str]:
-        """What is trained on, in words."""
-        return self.feed.summary()
-
     def samples_of(self, step: Step, share: Share, micro_batch: int) -> list[int]:
         """The samples of a micro-batch of a step of this epoch, as a share reads them; of a stream, no indices."""
         if not isinstance(self.feed, EpochFeed) or step.epoch != self.feed.sampler.epoch:
@@ -281,8 +272,8 @@ class Loader:
         for pack, batch in zip(self.feed.own_packs(step), batches, strict=True):
             stays = [sample for sample in pack if sample not in unread]
             # A pack is read again where another rank could not read what this one could: a file that was just written.
-            as_it_is = len(stays) + len(left_out_of(batch)) == len(pack)
-            mended.append(batch if as_it_is else self._reader.read(self._dataset, stays))
+            is_mended = len(stays) + len(left_out_of(batch)) == len(pack)
+            mended.append(batch if is_mended else self._reader.read(self._dataset, stays))
         return mended
 
     def note_left_out(self, step: Step, unread: Mapping[int, str]) -> Step:
@@ -375,7 +366,9 @@ def read_step(
         raise _disagreement(loader, step, batches, unread)
     step = loader.note_left_out(step, unread) if unread else replace(step, left_out=of_streams)
     waits = counts[COUNTED + layout.num_columns :]
-    return StepRead(step, [_without_note(batch) for batch in batches], targets, int(waits.max()) / 1e6)
+    for batch in batches:
+        batch.pop(LEFT_OUT, None)
+    return StepRead(step, batches, targets, int(waits.max()) / 1e6)
 
 
 def _counted(batches: Sequence[Batch], layout: Layout, rank: int, seconds: float) -> Tensor:
@@ -394,13 +387,10 @@ def _counted(batches: Sequence[Batch], layout: Layout, rank: int, seconds: float
         counts[0] = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
     # The first stage adds what the last one takes away: a column whose stages read the same is left with zero.
     sign, (replicas, _) = is_first - is_last, layout.shape(place.stage)
-    digest = _digest_of(batches, range(place.replica, replicas * len(batches), replicas)) if sign else 0
-    counts[COUNTED + place.replica % layout.num_columns] = sign * digest
+    numbers = range(place.replica, replicas * len(batches), replicas)
+    digests = [_digest(batch["labels"], number) for number, batch in zip(numbers, batches, strict=True)] if sign else []
+    counts[COUNTED + place.replica % layout.num_columns] = sign * sum(digests)
     return counts
-
-
-def _without_note(batch: Batch) -> Batch:
-    return {name: tensor for name, tensor in batch.items() if name != LEFT_OUT}
 
 
 def _next_of(steps: Steps) -> tuple[Step, list[Batch]]:
@@ -414,10 +404,13 @@ def _next_of(steps: Steps) -> tuple[Step, list[Batch]]:
 def _disagreement(loader: Loader, step: Step, batches: list[Batch], unread: Collection[int]) -> DataError:
     """Name the sample that two stages read differently, all ranks together."""
     assert isinstance(loader.feed, EpochFeed), "the samples of a stream are read once"
-    packs = loader.feed.own_packs(step)[: len(batches)]
-    own = [[sample for sample in pack if sample not in unread] for pack in packs]
+    own: dict[int, int] = {}
+    for pack, batch in zip(loader.feed.own_packs(step)[: len(batches)], batches, strict=True):
+        samples, bounds = (sample for sample in pack if sample not in unread), batch["cu_seq_lens"].tolist()
+        for sample, (start, stop) in zip(samples, pairwise(bounds), strict=False):
+            own[sample] = _digest(batch["labels"][0, start:stop])
     seen: dict[int, int] = {}
-    read = [entry for found in gather(_digests(own, batches)) for entry in found.items()]
+    read = [entry for found in gather(own) for entry in found.items()]
     sample = next(sample for sample, number in read if seen.setdefault(sample, number) != number)
     return DataError(
         f"text({sample}) of the dataset must have the labels of [{sample}], got others; "
@@ -425,22 +418,6 @@ def _disagreement(loader: Loader, step: Step, batches: list[Batch], unread: Coll
     )
 
 
-def _digest_of(batches: Sequence[Batch], numbers: Iterable[int]) -> int:
-    """A number that tells the labels of packs, with the packs' numbers in the step, from others.
-
-    Labels are what the last stage trains on. Those that read other packs of the same column add theirs.
-    """
-    return sum(_digest(batch["labels"], number) for number, batch in zip(numbers, batches, strict=True))
-
-
-def _digests(packs: Sequence[Sequence[int]], batches: Sequence[Batch]) -> dict[int, int]:
-    """A number for the labels of each sample; ``packs`` are the sample indices of the batches."""
-    found = {}
-    for samples, batch in zip(packs, batches, strict=True):
-        for sample, (start, stop) in zip(samples, pairwise(batch["cu_seq_lens"].tolist()), strict=False):
-            found[sample] = _digest(batch["labels"][0, start:stop])
-    return found
-
-
 def _digest(labels: Tensor, before: int = 0) -> int:
+    """A number that tells labels, which are what the last stage trains on, from others."""
     return crc32(labels.numpy().data, before)

@@ -245,7 +245,6 @@ def sample_loader(
     checked = CheckedSamples(samples, lengths, SampleRules.of(resolved.vlm), broken)
     if plan.predicted is not None:
         reader = replace(reader, step_seconds=plan.predicted.step_seconds)
-    reader = reader.of(place, layout)
     return plan, run_on_all_ranks(lambda: reader.loader(checked, sampler))
 
 

@@ -178,7 +178,7 @@ def stream_loader(
         reader=reader,
         rules=SampleRules.of(resolved.vlm),
     )
-    return plan, Loader(feed, reader.of(place, resolved.layout))
+    return plan, Loader(feed, reader)
 
 
 def _checked(section: OmnibalSection) -> tuple[int, Mixture | None]:

@@ -161,29 +161,22 @@ def balanced_loader(
         dataset: Read by index; the same on all ranks.
         collate: Of a list of items. With ``model`` it is called with single items, which are laid one after another.
         limits: The most a pack may hold.
-        model: The model that will train on packs: a pack of some samples is run to see that none sees another, of two
-            samples for the families of ``omnibal.packs.collator.FAMILIES``, which are tested, and of three for
-            others. None where ``collate`` flattens the items of a batch
-            or pads them itself, as the host's model wants them.
+        model: The model that will train on packs; packs of a few samples must prove exact in it. None where ``collate``
+            flattens the items of a batch or pads them itself, as the host's model wants them.
         measure: Vision units, LLM tokens and target tokens of an item, and its videos' vision units where the data have
             videos, for ``collate`` without ``model``.
         padded: Whether ``collate`` pads the items of a batch to the longest: limits then count the padding.
-        mesh: Of the data-parallel ranks, one dimension of a larger one: the others, as those that share tensors, get
-            the same packs. By default every process is a data-parallel rank.
+        mesh: Of the data-parallel ranks, one dimension of a larger one: the others get the same packs. By default every
+            process is a data-parallel rank.
         lengths: Of every sample, target tokens among them; by default each is read once, by the workers of one of the
             ranks. A folder keeps what was found for the next start.
         micro_batches: Packs of each rank and step.
         seed: Decides which samples share packs; equal seeds give equal epochs.
-        absorb_other_lengths: Whether samples that are not as long as planned, as where a dataset puts another one in
-            the place of a broken one, are warned of once and trained; the loss of their step is then divided by the
-            target tokens that were planned. They end the run otherwise.
-        weigh_tokens: Whether batches hold what ``pack_loss`` needs. A trainer that counts the target tokens of a step
-            itself wants batches without.
+        absorb_other_lengths: Whether samples that are not as long as planned are warned of once and trained; their
+            step's loss is then divided by the target tokens that were planned. They end the run otherwise.
+        weigh_tokens: Whether batches hold what ``pack_loss`` needs; not where a trainer counts target tokens itself.
         mixture: What share each source gets, as of ``omnibal.integrations.transformers.balance``.
         options: Of ``torch.utils.data.DataLoader``: ``num_workers``, ``pin_memory`` and the like.
-
-    Returns:
-        A ``PackLoader``.
 
     Raises:
         ConfigError: An argument or the model does not allow packs, or ranks hold different data.
@@ -268,20 +261,17 @@ def replace_loader(
     For training code that pins its own transformers or computes its own loss; ``omnibal.integrations.transformers``
     does more for a Trainer of transformers 5. An optimizer step holds about as many samples as the trainer's arguments
     ask for: packs are made smaller, and ``gradient_accumulation_steps`` becomes another, as ``balance`` does it. A line
-    says what was asked, what came, and what becomes of the loss.
+    says what was asked, what came, and what becomes of the loss. The trainer uses the returned loader as it is.
 
     Args:
-        trainer: Before training. Its ``train_dataset`` and ``data_collator`` are read, and what its arguments say about
-            steps and workers. Lengths that were measured are kept in its ``output_dir``.
+        trainer: Before training. Its dataset, collator and arguments are read; measured lengths are kept in its
+            ``output_dir``.
         limits: The most a pack may hold.
         samples_per_step: Samples of an optimizer step, of all ranks together; by default those that the trainer's
             arguments ask for.
         exact_loss: Whether the loss of a step is the mean over its target tokens, of all ranks and packs, in place of
             what the trainer makes of each pack; for models that return ``logits``.
         options: Further keywords of ``balanced_loader``.
-
-    Returns:
-        The loader, which the trainer will use as it is.
 
     Raises:
         ConfigError: The trainer's settings do not allow packs.

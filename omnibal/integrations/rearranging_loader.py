@@ -50,23 +50,21 @@ class RearrangingLoader:
     """Yields what ``RearrangedModel`` takes: this rank's samples, and where all ranks' samples go.
 
     A thread draws the next steps, exchanges their lengths with the other ranks (numbers only, over gloo) and plans
-    them while the model works. A source that never ends is fine, and so are ranks whose sources end at different
-    times: a rank that has no more works on others' samples until all have ended. What goes wrong on one rank is raised
-    on all. A rank that leaves the loop, skips a step or holds another plan ends all, with a message that names the
-    rank. Where CUDA is there, tensors lie in pinned memory.
+    them while the model works. Sources may never end, or end at different times: a rank that has no more works on
+    others' samples until all have ended. What goes wrong on one rank is raised on all. A rank that leaves the loop,
+    skips a step or holds another plan ends all, with a message that names the rank.
 
     Args:
-        source: Yields lists of items of a dataset, a micro-batch of this rank each. Iterated once for every iteration
-            of the loader. If it has ``state_dict`` and ``load_state_dict``, as torchdata's loaders do, they are used to
-            resume; else as many micro-batches as were trained are drawn and thrown away.
+        source: Yields lists of items of a dataset, a micro-batch of this rank each, once for every iteration of the
+            loader. If it has ``state_dict`` and ``load_state_dict``, they are used to resume; else as many
+            micro-batches as were trained are drawn and thrown away.
         collator: Makes tensors of an item: a ``PackCollator``, or a ``RowCollator`` for models that cannot pack.
         encoders: Those of the model, by the kind of their inputs, as ``encoders_of`` makes them.
         costs: What a sample costs in each phase; by default an encoder's units, and a decoder block's operations.
         micro_batches: Micro-batches of a step (gradient accumulation): the loss is a mean over the targets of all.
         group: The ranks that share samples, the same as of the ``RearrangedModel``; by default all.
-        replicas: All ranks over which gradients are averaged, ``group`` among them, of which the loss is the mean over
-            all target tokens; by default those of ``group``. They run equally many steps. Give
-            ``dist.group.WORLD`` where ranks share samples within a node or a hybrid ZeRO group alone.
+        replicas: All ranks over which gradients are averaged, by default those of ``group``. They run equally many
+            steps. Give ``dist.group.WORLD`` where ranks share samples within a node or a hybrid ZeRO group alone.
         prints: Whether rank 0 says how even the first step was and is.
     """
 
@@ -174,7 +172,10 @@ class RearrangingLoader:
         told: tuple[list[IntArray], RowKinds] | DataError
         try:
             read = [[self._collator.sample(item) for item in batch] for batch in islice(batches, self._micro_batches)]
-            self._refuse_unknown(chain(*read))
+            known = {*self._inputs, *PER_TOKEN, SECONDS}
+            if unknown := {name for sample in chain(*read) for name in sample} - known:
+                expected = f"only what encoders take ({', '.join(self._inputs)}) beside tokens"
+                raise DataError(f"samples must hold {expected}, got {', '.join(sorted(unknown))}")
             tokens = [self._tokens(batch) for batch in read]
             state = self._source.state_dict() if hasattr(self._source, "state_dict") else None
             told = [self._sizes(batch) for batch in read], rows_of_images(chain(*read), self._inputs)
@@ -197,11 +198,10 @@ class RearrangingLoader:
         read, tokens = read + [[]] * missing, tokens + [self._tokens([])] * missing
         drawn = []
         for batch, (of_samples, samples, ranks) in enumerate(zip(tokens, read, per_batch, strict=True)):
-            inputs, plan = images_of(samples, shapes), self._plan([ranks[rank] for rank in self._sharing], total)
+            plan = self._plan([ranks[rank] for rank in self._sharing], total)
+            inputs = {name: _pinned(rows) for name, rows in images_of(samples, shapes).items()}
             check = StepCheck(self._meeting, (iteration, number, batch), plan.digest)
-            drawn.append(
-                Drawn(_pinned(of_samples), {name: _pinned(rows) for name, rows in inputs.items()}, plan, check)
-            )
+            drawn.append(Drawn(_pinned(of_samples), inputs, plan, check))
         return drawn, state
 
     def _gather(
@@ -248,12 +248,6 @@ class RearrangingLoader:
             rows.append([*found.values()])
         return np.array(rows, dtype=np.int64).reshape(-1, len(self._told)).T
 
-    def _refuse_unknown(self, samples: Iterable[Mapping[str, Tensor]]) -> None:
-        known = {*self._inputs, *PER_TOKEN, SECONDS}
-        if unknown := {name for sample in samples for name in sample} - known:
-            expected = f"only what encoders take ({', '.join(self._inputs)}) beside tokens"
-            raise DataError(f"samples must hold {expected}, got {', '.join(sorted(unknown))}")
-
     def _tokens(self, samples: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """``Drawn.tokens`` of samples."""
         tokens = [torch.empty((0, 3 + self._collator.num_positions), dtype=torch.int64)]
@@ -296,6 +290,9 @@ def counted_costs(
 ) -> Costs:
     """What samples cost in seconds, counted, beside what it takes to exchange them, measured; all ranks together.
 
+    Without a link on a CPU, whose seconds nobody has counted; default costs for a family whose layers nobody has
+    counted.
+
     Args:
         model: A model of transformers, before it is wrapped or sharded.
         device: Where the model will train; by default where it is.
@@ -304,10 +301,6 @@ def counted_costs(
         recompute: At which level layers run their backward passes.
         phases_meet: Whether ranks wait for each other between phases, as in ``Link``.
         num_positions: Rows of a token's positions.
-
-    Returns:
-        Costs; without a link on a CPU, whose seconds nobody has counted; default costs for a family whose layers
-        nobody has counted.
     """
     device = device or next(model.parameters()).device
     on_gpu = device.type == "cuda"
@@ -374,16 +367,12 @@ def _seconds(group: dist.ProcessGroup | None, device: torch.device, size: int) -
     """Seconds of the fastest of several exchanges of ``size`` bytes."""
     sent = torch.zeros(size, dtype=torch.uint8, device=device)
     arrived, found = torch.empty_like(sent), []
+    finish = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
     for _ in range(RUNS):
         dist.all_reduce(torch.zeros(1, device=device), group=group)  # begin together
-        _finish(device)
+        finish(device)
         begun = time.perf_counter()
         dist.all_to_all_single(arrived, sent, group=group)
-        _finish(device)
+        finish(device)
         found.append(time.perf_counter() - begun)
     return min(found)
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

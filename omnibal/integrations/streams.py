@@ -158,16 +158,15 @@ def balanced_stream(
         limits: The most a pack may hold.
         model: The model that trains, of a family that packs: two texts are packed to check it. None where ``collate``
             flattens or pads a batch itself.
-        measure: Vision units, LLM tokens and target tokens of an item, and its videos' vision units where the data have
-            videos, for ``collate`` without ``model``.
+        measure: As of ``balanced_loader``, for ``collate`` without ``model``.
         mixture: What share each source gets, as a ``Mixture`` takes it; sources are then iterated anew when they end.
-        buffer: Samples that a rank plans at a time. With those that are being trained it holds at most twice as many.
+        buffer: Samples that a rank plans at a time; with those that are being trained it holds at most twice as many.
             Where samples are so short that they do not fill a step, it grows until they do.
         buffer_bytes: The most bytes that they may take, likewise: a buffer does not grow beyond, and packs get emptier.
         micro_batches: Packs of each rank and step.
         seed: Decides which samples share packs; equal seeds and equal sources give equal packs.
-        oversized: What becomes of a sample that exceeds a limit on its own: it gets a pack of its own (``"alone"``), is
-            left out (``"drop"``), or ends the run (``"error"``). The first one is named; ``loader.oversized`` counts.
+        oversized: A sample that exceeds a limit on its own gets a pack of its own (``"alone"``), is left out
+            (``"drop"``), or ends the run (``"error"``). The first one is named; ``loader.oversized`` counts.
         warn_seconds: After how long a source that is waited for is named, on all ranks.
         wait_seconds: After how long without a sample it ends the run, on all ranks.
         weigh_tokens: Whether batches hold what ``pack_loss`` needs.

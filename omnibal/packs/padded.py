@@ -46,10 +46,16 @@ class PaddedSampler(PackSampler):
             )
         super().__init__(lengths, planned_with(limits), **options)
         self._most = limits
+        self._dealt: tuple[Packs, Packs] | None = None  # a step as planned and as dealt, which is asked for repeatedly
 
     def packs_of_step(self, step: int) -> Packs:
         """The batches of a step, in the order of ``packs_of_all_ranks``."""
-        samples = self.step_packs(step).samples
+        planned = self.step_packs(step)
+        if self._dealt is None or self._dealt[0] is not planned:
+            self._dealt = planned, self._deal(planned.samples)
+        return self._dealt[1]
+
+    def _deal(self, samples: IntArray) -> Packs:
         dealt = deal_padded(samples, self.lengths, self._most, self.num_replicas * self.micro_batches)
         # Rows of the grid are micro-batches, which ranks run at the same time: each row gets batches with about as many
         # images. Every second row is turned round, so that over the step no rank gets more images than others.

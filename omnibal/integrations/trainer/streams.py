@@ -1,7 +1,6 @@
 """Equips a transformers.Trainer with packs of streams: iterable datasets, whose lengths are known as they come."""
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
@@ -145,29 +144,18 @@ class ResumableBatches(IterableDataset[Any]):
         return position
 
     def go_on(self, folder: Path) -> None:
-        """Go on from a checkpoint."""
-        args = self._trainer.args
+        """Go on from a checkpoint; what one rank cannot read ends all."""
+        args, path = self._trainer.args, folder / STREAM.format(rank=rank_and_size()[0])
         self._blanks = self._trainer.state.global_step % args.max_steps * args.gradient_accumulation_steps
-        self._loader.load_state_dict(read_position(folder))
-
-
-def read_position(folder: Path) -> dict[str, Any]:
-    """This rank's place in its stream, as a checkpoint has it; what one rank cannot read ends all."""
-    path, found = folder / STREAM.format(rank=rank_and_size()[0]), {}
-    problem: ConfigError | None = None
-    try:
-        found = load_data(path)
-    except Exception as error:
-        problem = ConfigError(
-            f"{path} must be a rank's place in its stream, got {said(error)}; ignore_data_skip=True begins anew"
-        )
-    gather(problem)
-    return found
-
-
-def _write_position(found: dict[str, Any], path: Path) -> None:
-    torch.save(found, path)
-    check_data(path)  # what a stream's own state_dict says may be anything; later it is read as data
+        state, problem = dict[str, Any](), None
+        try:
+            state = load_data(path)
+        except Exception as error:
+            problem = ConfigError(
+                f"{path} must be a rank's place in its stream, got {said(error)}; ignore_data_skip=True begins anew"
+            )
+        gather(problem)
+        self._loader.load_state_dict(state)
 
 
 def keep_position(trainer: Trainer, batches: ResumableBatches) -> None:
@@ -177,9 +165,14 @@ def keep_position(trainer: Trainer, batches: ResumableBatches) -> None:
 
     def saved(folder: str) -> None:
         save(folder)
-        if (kept := batches.position()) is not None:
-            path = Path(folder) / STREAM.format(rank=trainer.args.process_index)
-            run_on_all_ranks(partial(_write_position, kept, path))
+        kept, path = batches.position(), Path(folder) / STREAM.format(rank=trainer.args.process_index)
+
+        def write() -> None:
+            torch.save(kept, path)
+            check_data(path)  # what a stream's own state_dict says may be anything; later it is read as data
+
+        if kept is not None:
+            run_on_all_ranks(write)
 
     def loaded(checkpoint: str | None) -> None:
         load(checkpoint)
