@@ -125,7 +125,11 @@ class SampleRules:
         elif decoded:
             yield from self._integer_problems(sample, image_tokens, bool(tiles))
             if "positions" not in sample:  # of a sample with videos they are counted
-                yield from self._position_problems(sample)
+                try:
+                    if self.positions is not None:
+                        self.positions(sample["input_ids"], sample)
+                except DataError as error:
+                    yield f"have images that fit its tokens: {error}"
 
     def _integer_problems(self, sample: Mapping[str, Any], image_tokens: int, has_images: bool) -> Iterator[str]:
         for name, shape in self.image_integers.items():
@@ -140,13 +144,6 @@ class SampleRules:
             yield f"have images that fit one another: {error}"
         if image_tokens != wanted:
             yield f"have {wanted} image tokens (id {self.image_token}) for its images, got {image_tokens}"
-
-    def _position_problems(self, sample: Mapping[str, Any]) -> Iterator[str]:
-        try:
-            if self.positions is not None:
-                self.positions(sample["input_ids"], sample)
-        except DataError as error:
-            yield f"have images that fit its tokens: {error}"
 
     def _pixel_problems(self, pixels: Any, tiles: int, decoded: bool) -> Iterator[str]:
         if not decoded and pixels is not None:

@@ -168,13 +168,9 @@ class StreamFeed(ABC):
         assert self.settings.num_steps is not None, "a single pass has as many steps as its samples make"
         return self.settings.num_steps - self.steps_done
 
-    def state_of(self, position: Position) -> dict[str, Any]:
-        """A position of this rank, and what packs depend on, as plain values."""
-        return {"version": VERSION, "made_from": self.made_from, "position": dict(vars(position))}
-
     def state_dict(self) -> dict[str, Any]:
         """This rank's position behind the last step that ``step`` gave, and what packs depend on."""
-        return self.state_of(self.position)
+        return {"version": VERSION, "made_from": self.made_from, "position": dict(vars(self.position))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from this rank's position in a run with as many ranks; rank 0 warns of what changes."""

@@ -146,11 +146,13 @@ class PlannedLoads:
         Those are all vision units, the ones of videos, and sound units. A sample's own vision units may be None, as
         where a padded batch has the images of all of its samples.
         """
-        planned = [self._planned(sample) for sample in samples]
+        lengths = self._lengths
+        known = [each for each in (lengths.vision_units, lengths.llm_tokens, lengths.target_tokens) if each is not None]
+        planned = [tuple(int(column[sample]) for column in known) for sample in samples]
         for sample, expected, loads in zip(samples, planned, found, strict=True):
             if any(own not in (None, other) for own, other in zip(loads, expected, strict=False)):
                 self._note(f"sample {sample}", f"vision units, LLM tokens and target tokens, {expected}, got {loads}")
-        columns = self._lengths.vision_units, self._lengths.video_units, self._lengths.sound_units
+        columns = lengths.vision_units, lengths.video_units, lengths.sound_units
         planned_units, planned_videos, planned_sounds = (
             0 if column is None else int(column[list(samples)].sum()) for column in columns
         )
@@ -158,7 +160,7 @@ class PlannedLoads:
             sum(in_full(loads)[column] or 0 for loads in found) for column in (0, 3, 4)
         )
         numbers = f"samples {', '.join(map(str, samples))}"
-        first = "a sound" if self._lengths.vision_unit == WINDOWS else "an image"
+        first = "a sound" if lengths.vision_unit == WINDOWS else "an image"
         kinds = (
             (first, planned_units - planned_videos, units - of_videos),
             ("a video", planned_videos, of_videos),
@@ -172,10 +174,6 @@ class PlannedLoads:
                 )
         if vision_units is not None and units != planned_units:
             self._note(numbers, f"vision units together, {planned_units}, got {units}")
-
-    def _planned(self, sample: int) -> tuple[int, ...]:
-        columns = (self._lengths.vision_units, self._lengths.llm_tokens, self._lengths.target_tokens)
-        return tuple(int(column[sample]) for column in columns if column is not None)
 
     def _note(self, name: str, difference: str) -> None:
         message = (

@@ -177,9 +177,10 @@ class PaddedCollator:
 
     def _units(self, batch: Mapping[str, Tensor]) -> tuple[int, int, int]:
         """Vision units (or windows of sound), those of videos, and sound units."""
-        units, videos = _units(batch)
+        pixels, videos = batch.get("pixel_values"), len(batch.get("pixel_values_videos", ()))
+        images = 0 if pixels is None else len(unpadded_images(batch).get("pixel_values", pixels))
         windows, positions = sounds_of(batch, self._arguments)
-        return units + windows, videos, positions
+        return images + videos + windows, videos, positions
 
     def _collated(self, items: Sequence[Any]) -> dict[str, Any]:
         batch = {name: value for name, value in self._collate(list(items)).items() if value is not None}
@@ -211,10 +212,3 @@ def _rows(batch: Mapping[str, Tensor]) -> list[tuple[int, int]]:
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     tokens = (ones_like(ids) if mask is None else mask != 0).sum(dim=1).tolist()
     return list(zip(tokens, (batch["labels"] != IGNORED).sum(dim=1).tolist(), strict=True))
-
-
-def _units(fields: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Vision units, tiles or patches, and those of videos."""
-    pixels, videos = fields.get("pixel_values"), len(fields.get("pixel_values_videos", ()))
-    images = 0 if pixels is None else len(unpadded_images(fields).get("pixel_values", pixels))
-    return images + videos, videos

@@ -199,22 +199,15 @@ class RearrangingCallback(RecipeCallback):
 
     def logged(self) -> dict[str, float]:
         """The largest rank over the mean since the last call, as drawn and as rearranged."""
+        figures = dict[str, float]()
         with reporting("measuring of how even ranks are"):
-            return self._figures()
-        return {}
-
-    def _figures(self) -> dict[str, float]:
-        found, self._batches.imbalances = self._batches.imbalances, []
-        if not found:
-            return {}
-        sums = {phase: np.sum([each[phase] for each in found], axis=0) for phase in found[0]}
-        self._sums = {phase: self._sums.get(phase, 0) + values for phase, values in sums.items()}
-        self._count += len(found)
-        return {
-            f"imbalance_{phase}{when}": float(value) / len(found)
-            for phase, values in sums.items()
-            for when, value in zip(("_drawn", ""), values, strict=True)
-        }
+            found, self._batches.imbalances = self._batches.imbalances, []
+            for phase in found[0] if found else ():
+                drawn, planned = total = np.sum([each[phase] for each in found], axis=0)
+                figures |= {f"imbalance_{phase}_drawn": drawn / len(found), f"imbalance_{phase}": planned / len(found)}
+                self._sums[phase] = self._sums.get(phase, 0) + total
+            self._count += len(found)
+        return {name: float(figure) for name, figure in figures.items()}
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         """Say in one line how even ranks were."""
