@@ -20,22 +20,6 @@ BARREN: Final = 1024
 """Samples of a source, one after another, that may lack what shares count, or exceed a limit and be dropped."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StreamSettings:
-    """What packs of streams depend on besides the sources, and how long a run takes and waits."""
-
-    limits: PackLimits
-    micro_batches: int
-    buffer: int  # samples that a rank plans at a time
-    buffer_bytes: int | None = None
-    mixture: Mixture | None = None
-    seed: int = 0
-    oversized: Oversized = "alone"
-    num_steps: int | None = None  # of the run; sources that end are read again. None: a single pass over the sources
-    warn_seconds: float = 60  # after these all ranks name a source that they wait for
-    wait_seconds: float = 1800  # after these without a sample the run ends on all ranks
-
-
 class BufferedSample(NamedTuple):
     """A sample in the buffer."""
 
@@ -107,7 +91,6 @@ class SampleBuffer:
         most_bytes = settings.buffer_bytes
         self._most_bytes = np.inf if most_bytes is None else integer("buffer_bytes", most_bytes, 1)
         self._read, self._repeats = read, mixture is not None
-        passes: dict[str, Any] = {"repeats": self._repeats, "first_pass": first_pass}
         self._sources: list[Source] = []
         for name in self._mixture.sources:
             items = divided(
