@@ -10,7 +10,6 @@ from zipfile import is_zipfile
 from zlib import crc32
 
 import torch.distributed as dist
-from torch import Tensor
 
 from omnibal.engine import saved_files
 from omnibal.engine.optimizer_states import SavedStates
@@ -212,7 +211,9 @@ class CheckpointedEngine(SavingEngine):
             in_folder = set()  # weights beside adapters, which a checkpoint leaves to the model's folder
             if self.resolved.base is not None:
                 in_folder = {name for name, parameter in layer.named_parameters() if not parameter.requires_grad}
-            saved = self.module.saved_state(checkpoint, index, _opened_without_numbers)
+            saved = self.module.saved_state(
+                checkpoint, index, lambda path: {name: each.to("meta") for name, each in _opened(path).items()}
+            )
             found = {name: tensor.shape for name, tensor in saved.items()}
             differing = {name for name, _ in found.items() ^ expected.items()} - (in_folder - found.keys())
             if not strict:
@@ -238,7 +239,3 @@ def _opened(path: Path) -> Any:
         raise ConfigError(
             f"checkpoint must be readable, got {path}: {type(error).__name__}: {error}{others}"
         ) from error
-
-
-def _opened_without_numbers(path: Path) -> dict[str, Tensor]:
-    return {name: tensor.to("meta") for name, tensor in _opened(path).items()}

@@ -6,10 +6,9 @@ other, the ranks that pass micro-batches to each other are those whose replica i
 """
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
-from dataclasses import replace
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -26,14 +25,9 @@ from deepspeed.runtime.pipe.topology import (
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from omnibal.cluster import Cluster, Layout
-from omnibal.cost import Load
-from omnibal.engine.resolve import ResolvedRun
-from omnibal.errors import ConfigError, reporting
-from omnibal.profile.counted import analytic_profile
+from omnibal.cluster import Layout
 
 LOG: Final = logging.getLogger(__name__)
-PACK_TOKENS: Final = 4096  # of the pack that a warning tells the time of
 Pair = tuple[int, int]
 """A rank, and one of the next stage."""
 
@@ -130,41 +124,6 @@ class UnequalGrid(PipelineParallelGrid):
         """A rank of a stage and this rank's column, the first one if it has several."""
         replica = coordinates.get("data", self.data_parallel_id)
         return int(self._topo.get_rank(pipe=stage_id, data=replica % self._topo.replicas[stage_id]))
-
-
-def warn_of_apart(resolved: ResolvedRun, hosts: Sequence[str], cluster: Cluster | None) -> None:
-    """Say which tensor ranks are on several nodes, and by counted costs how much longer layers take."""
-    layout = resolved.layout
-    groups = [
-        [layout.rank(stage, replica, tensor) for tensor in range(layout.num_tensor)]
-        for stage in range(layout.num_stages)
-        for replica in range(layout.num_replicas)
-    ]
-    apart = [group for group in groups if len({hosts[rank] for rank in group}) > 1]
-    if not apart:
-        return
-    slower = ""
-    if cluster is not None:
-        # of a device whose peak nobody knows there are no costs
-        with reporting("counting of what the network costs"), suppress(ConfigError):
-            within, across = (_pack_seconds(resolved, cluster, across_nodes=apart) for apart in (False, True))
-            slower = f": {across:.2g} s for a pack of {PACK_TOKENS:,} tokens, counted, in place of {within:.2g} s"
-    LOG.warning(
-        "ranks that share layers should be on one node, got ranks %s on %s; every layer then waits for sums over the "
-        "network%s; let num_tensor divide the processes of a node",
-        ", ".join(map(str, apart[0])),
-        ", ".join(dict.fromkeys(hosts[rank] for rank in apart[0])),
-        slower,
-    )
-
-
-def _pack_seconds(resolved: ResolvedRun, cluster: Cluster, *, across_nodes: bool) -> float:
-    """Seconds of all layers for a pack of text, forward and backward, with sums over one link or the other."""
-    device = replace(cluster.device, link_bytes_per_second=cluster.bandwidth(across_nodes=across_nodes))
-    dtype, degree = resolved.layout.precision, resolved.layout.num_tensor
-    layers = analytic_profile(resolved.vlm.records, device, dtype=dtype, tensor_parallel=degree).layers
-    pack = Load(0, PACK_TOKENS)
-    return sum(float(layer.forward_seconds(pack) + layer.backward_seconds(pack)) for layer in layers)
 
 
 def count_stages_once(optimizer: Any, copies: int) -> None:

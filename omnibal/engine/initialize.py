@@ -8,7 +8,7 @@ waits: whatever can fail runs in ``run_on_all_ranks``.
 import atexit
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,10 +21,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from torch import Tensor, nn
 
+from omnibal.cluster import Layout
 from omnibal.compiled import folder_hash
 from omnibal.config import check_deferral, fill_in_steps
 from omnibal.engine.engine import OmnibalEngine
-from omnibal.engine.grid import warn_of_apart
 from omnibal.engine.loader import Loader, PackReader, VlmDataset, cores_of_process, view_of
 from omnibal.engine.module import VlmPipelineModule
 from omnibal.engine.resolve import (
@@ -183,7 +183,7 @@ def start(workspace: Workspace, model: Any, dataset: Any, own: UserOptimizer) ->
     if resolved.layout.num_tensor > 1:
         hosts = [host.name for host in hosts_of(dist.group.WORLD)]
         if dist.get_rank() == 0:
-            warn_of_apart(resolved, hosts, workspace.known_cluster)
+            warn_of_apart(resolved.layout, hosts)
     # Data: a caller's dataset or stream, else the ds_config's stream, else its annotations, measured by rank 0.
     samples = dataset
     if dataset is None and section.data.streaming:
@@ -284,6 +284,21 @@ def build_engine(
         config_class=config,
         **others,
     )
+
+
+def warn_of_apart(layout: Layout, hosts: Sequence[str]) -> None:
+    """Say which ranks that share layers are on several nodes, if some are; ``hosts`` are those of all ranks."""
+    for first in range(0, layout.num_devices, layout.num_tensor):  # tensor ranks run fastest
+        group = range(first, first + layout.num_tensor)
+        nodes = dict.fromkeys(hosts[rank] for rank in group)
+        if len(nodes) > 1:
+            LOG.warning(
+                "ranks that share layers should be on one node, got ranks %s on %s; every layer then waits for sums "
+                "over the network; let num_tensor divide the processes of a node",
+                ", ".join(map(str, group)),
+                ", ".join(nodes),
+            )
+            return
 
 
 def warn_of_float32(device_name: str, dtype: str) -> None:
