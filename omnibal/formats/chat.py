@@ -145,12 +145,7 @@ def read_conversation(record: Mapping[str, Any], root: Path, *, strict: bool = T
         tuple(turns),
         images=() if sizes and not strict else tuple(_picture(image, root) for image in given),
         sizes=sizes,
-        videos=tuple(
-            tuple(_picture(frame, root) for frame in video)
-            if isinstance(video, list | tuple)
-            else _picture(video, root, "video")
-            for video in named[VIDEO_MARK]
-        ),
+        videos=tuple(_video(video, root) for video in named[VIDEO_MARK]),
         sounds=tuple(_picture(sound, root, "audio") for sound in named[SOUND_MARK]),
     )
 
@@ -306,6 +301,12 @@ def _listed(value: Any) -> list[Any]:
     if value is None or value == "":
         return []
     return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _video(video: Any, root: Path) -> Video:
+    if isinstance(video, list | tuple):
+        return tuple(_picture(frame, root) for frame in video)
+    return _picture(video, root, "video")
 
 
 def _picture(image: Any, root: Path, what: str = "image") -> Picture:

@@ -30,14 +30,10 @@ def adapters_of(model: VisionLanguageModel, settings: LoraSection, frozen: Colle
         return [name for name, _ in model.skeleton.get_submodule(path).named_parameters()]
 
     # A module that is saved whole needs no adapters within, and none of its own modules saved again.
-    found = _chosen(
-        model,
-        "modules_to_save",
-        settings.modules_to_save,
-        frozen,
-        lambda module: any(True for _ in module.parameters()),
-        whole,
-    )
+    def has_weights(module: nn.Module) -> bool:
+        return any(True for _ in module.parameters())
+
+    found = _chosen(model, "modules_to_save", settings.modules_to_save, frozen, has_weights, whole)
     saved = [path for path in found if not _within(path, [other for other in found if other != path])]
     linear = _chosen(
         model, "targets", settings.targets, frozen, lambda module: type(module) is nn.Linear, lambda path: ["weight"]
@@ -46,13 +42,16 @@ def adapters_of(model: VisionLanguageModel, settings: LoraSection, frozen: Colle
     if not targets:
         named = ", ".join(settings.targets)
         raise ConfigError(f"omnibal.model.lora.targets must name a part that modules_to_save does not, got {named}")
+    # Of modules that share weights peft saves copies of both.
+    tied = model.skeleton.all_tied_weights_keys.items()
+    twins = [name.rpartition(".")[0] for name, source in tied if source.rpartition(".")[0] in saved]
     # peft matches the ends of paths; whole paths name one module each. By default alpha is twice the rank.
     return LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha or 2 * settings.rank,
         lora_dropout=settings.dropout,
         target_modules=targets,
-        modules_to_save=[*saved, *_tied_to(model, saved)] or None,
+        modules_to_save=[*saved, *twins] or None,
     )
 
 
@@ -161,17 +160,6 @@ def _within(path: str, others: Sequence[str]) -> bool:
     return any(path == other or path.startswith(f"{other}.") for other in others)
 
 
-def _tied_to(model: VisionLanguageModel, paths: Sequence[str]) -> list[str]:
-    """Modules that have the weights of others; peft saves copies of both."""
-    tied: Mapping[str, str] = model.skeleton.all_tied_weights_keys
-    return [name.rpartition(".")[0] for name, source in tied.items() if source.rpartition(".")[0] in paths]
-
-
-def trained_name(model: VisionLanguageModel, path: str) -> bool:
-    """Whether a weight of the Hugging Face model belongs into peft's file."""
-    return is_adapter(path) or _within(path, model.adapters.modules_to_save or ())
-
-
 ADAPTER_FILE: Final = "adapter_model.safetensors"
 # From a layer's index to the state of the layer with adapters; weights that are not trained may be missing.
 StateOf = Callable[[int], Mapping[str, Tensor]]
@@ -188,7 +176,7 @@ def save_adapters(model: VisionLanguageModel, state_of: StateOf, folder: Path) -
             continue
         state = state_of(index)
         for name, path in model.paths(index).items():
-            if name in state and trained_name(model, path):
+            if name in state and (is_adapter(path) or _within(path, model.adapters.modules_to_save or ())):
                 found[adapter_name(path)] = state[name].contiguous()
                 if path in copies:
                     found[adapter_name(copies[path])] = state[name].clone()

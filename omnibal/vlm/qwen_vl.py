@@ -142,6 +142,8 @@ class QwenPatchEmbedding(nn.Module):
 class QwenBlock(nn.Module):
     """One block of the ViT, whose patches attend to their whole image."""
 
+    in_windows = False
+
     def __init__(self, config: Any, block: nn.Module, rotary: nn.Module) -> None:
         super().__init__()
         self.vision = config.vision_config
@@ -149,18 +151,13 @@ class QwenBlock(nn.Module):
         self.rotary = ExactRotary(rotary)
 
     def forward(self, payload: Payload) -> Payload:
-        return payload.replace(hidden=self._attend(payload, patch_places(payload, self.vision)))
-
-    def _attend(self, payload: Payload, places: PatchPlaces) -> Tensor:
-        hidden = payload.hidden
+        hidden, places = payload.hidden, patch_places(payload, self.vision)
         if not len(hidden):  # transformers' block cannot take none: one made-up patch gives all weights zero gradients
             one = hidden.new_zeros(1, hidden.shape[1])
-            bounds = bounds_of([1], hidden.device)
-            return hidden + self._run(one, places.rows_columns.new_zeros(1, 2), bounds)[:0]
-        return self._run(hidden, places.rows_columns, self._segments(places)).contiguous()
-
-    def _segments(self, places: PatchPlaces) -> Tensor:
-        return places.images
+            run = self._run(one, places.rows_columns.new_zeros(1, 2), bounds_of([1], hidden.device))
+            return payload.replace(hidden=hidden + run[:0])
+        run = self._run(hidden, places.rows_columns, places.windows if self.in_windows else places.images)
+        return payload.replace(hidden=run.contiguous())
 
     def _run(self, hidden: Tensor, rows_columns: Tensor, segments: Tensor) -> Tensor:
         # To transformers it is one segment, which it need not ask the device for; our attention splits it.
@@ -177,8 +174,7 @@ class QwenBlock(nn.Module):
 class WindowBlock(QwenBlock):
     """A block of Qwen2.5-VL's ViT whose patches attend to their window."""
 
-    def _segments(self, places: PatchPlaces) -> Tensor:
-        return places.windows
+    in_windows = True
 
 
 class DeepstackBlock(QwenBlock):
@@ -239,10 +235,16 @@ def qwen_vl(config: Any) -> VisionLanguageModel:
     vision: Any = config.vision_config
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     merge_size = vision.spatial_merge_size
+    # Deep-stack features are added behind the first decoder layers, which follow the text embedding.
+    deep = [record.kind for record in records].count("deepstack_block")
+    text = [
+        LayerRecipe(DeepstackDecoderBlock, recipe.parts) if 0 < number <= deep else recipe
+        for number, recipe in enumerate(text_recipes(records))
+    ]
     return VisionLanguageModel(
         skeleton,
         records,
-        (*_vision_recipes(records, vision), *_text_recipes(records)),
+        (*_vision_recipes(records, vision), *text),
         disk_prefixes=family_of(config.to_dict()).disk_prefixes,
         pixel_shape=(values,),
         image_integers={GRIDS: (3,)},
@@ -278,15 +280,6 @@ def _vision_recipes(records: Sequence[LayerRecord], vision: Any) -> list[LayerRe
             parts["merger"] = f"{visual}.deepstack_merger_list.{vision.deepstack_visual_indexes.index(number)}"
         recipes.append(LayerRecipe(block_class, parts))
     return [*recipes, LayerRecipe(Merger, {"merger": f"{visual}.merger"})]
-
-
-def _text_recipes(records: Sequence[LayerRecord]) -> list[LayerRecipe]:
-    recipes = text_recipes(records)
-    deep = [record.kind for record in records].count("deepstack_block")
-    return [
-        LayerRecipe(DeepstackDecoderBlock, recipe.parts) if 0 < number <= deep else recipe
-        for number, recipe in enumerate(recipes)
-    ]
 
 
 def _features(records: Sequence[LayerRecord]) -> list[tuple[str, ...]]:

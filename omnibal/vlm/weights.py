@@ -44,8 +44,11 @@ class Stored(NamedTuple):
         if self.held is not None:
             return self.held if own is None else part_of(self.held, own)
         with _opened(self.file) as file:
-            tensor: Tensor = file.get_tensor(self.name) if own is None else _read_slice(file.get_slice(self.name), own)
-        return tensor
+            if own is None:
+                return file.get_tensor(self.name)  # type: ignore[no-any-return]
+            weight, before = file.get_slice(self.name), (slice(None),) * own.dim
+            parts: list[Tensor] = [weight[*before, start:stop] for start, stop in own.ranges]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, own.dim)
 
     def shape(self) -> tuple[int, ...]:
         if self.held is not None:
@@ -216,12 +219,6 @@ def _stored_weights(model: VisionLanguageModel, source: str | Path | Mapping[str
 
 def _own_names(model: VisionLanguageModel, index: int) -> dict[str, str]:
     return {name: disk_name for name, disk_name in model.weight_names(index).items() if not is_adapter(disk_name)}
-
-
-def _read_slice(file: Any, own: Slice) -> Tensor:
-    before = (slice(None),) * own.dim
-    parts: list[Tensor] = [file[*before, start:stop] for start, stop in own.ranges]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, own.dim)
 
 
 def _checked(
