@@ -54,6 +54,5 @@ def deepseek_vl(config: Any) -> VisionLanguageModel:
         skeleton_of(DeepseekVLForConditionalGeneration, config),
         records,
         recipes,
-        disk_prefixes={},
         pixel_shape=(config.vision_config.num_channels, side, side),
     )

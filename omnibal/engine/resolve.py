@@ -185,7 +185,7 @@ def check_run(resolved: ResolvedRun, partition: Partition) -> None:
         _check_spread(resolved, partition)
     if layout.num_tensor == 1:
         return
-    if not vlm.cut_patterns:
+    if not vlm.family.cuts:
         raise ConfigError(
             f"num_tensor must be 1 for the family of {vlm.config.model_type}, which does not say how layers are cut, "
             f"got {layout.num_tensor}"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnibal.errors import ConfigError, said
+from omnibal.families import family_of
 from omnibal.families.base import LayerRecord
 from omnibal.families.cuts import Cut, Slice
 from omnibal.formats.collate import Positions
@@ -42,7 +43,6 @@ class VisionLanguageModel:
 
     Args:
         skeleton: The whole Hugging Face model on the meta device: its modules and names, no memory.
-        disk_prefixes: From prefixes of parameter names in memory to those in a folder of weights.
         pixel_shape: Channels, height and width of a tile; how many values a patch has.
         image_integers: What the vision layers read of images beside their pixels, by the names of the Hugging Face
             model's arguments: the shape of one entry, such as ``(2,)`` of each image's size. Packs hold all entries.
@@ -59,7 +59,6 @@ class VisionLanguageModel:
         records: tuple[LayerRecord, ...],
         recipes: tuple[LayerRecipe, ...],
         *,
-        disk_prefixes: Mapping[str, str],
         pixel_shape: tuple[int, ...],
         image_integers: Mapping[str, tuple[int, ...]] | None = None,
         image_tokens: Callable[[Mapping[str, Tensor]], int] | None = None,
@@ -76,11 +75,10 @@ class VisionLanguageModel:
         self.made_images = made_images
         self.positions = positions
         self.adapters: Any = None  # peft's configuration of the adapters that `omnibal.vlm.lora` has put in
-        self.cut_patterns: Mapping[str, Cut] = {}  # as in the model's `Family`
+        self.family = family_of({"model_type": skeleton.config.model_type})
         self._features = features or [()] * (len(records) + 1)
         assert len(self._features) == len(records) + 1
         self._recipes = recipes
-        self._disk_prefixes = disk_prefixes
         # Records of a family know sizes alone; here the model is known, and the names of its weights.
         self.records = tuple(replace(record, weights=self.trained_weights(i)) for i, record in enumerate(records))
 
@@ -155,7 +153,7 @@ class VisionLanguageModel:
             modules = part.named_modules() if isinstance(part, nn.Module) else ()
             for inner in [inner for inner, module in modules if any(True for _ in module.parameters())]:
                 end = f".{inner}" if inner else ""
-                patterns = self.cut_patterns.items()
+                patterns = self.family.cuts.items()
                 cut = next((cut for pattern, cut in patterns if fnmatchcase(f".{path}{end}", f"*.{pattern}")), None)
                 if cut is not None:
                     found[name + end] = cut
@@ -212,7 +210,7 @@ class VisionLanguageModel:
         if is_adapter(name):
             return adapter_name(name)
         name = name.replace(BASE_LAYER, ".")
-        for prefix, disk_prefix in self._disk_prefixes.items():  # the first one that fits counts
+        for prefix, disk_prefix in self.family.disk_prefixes.items():  # the first one that fits counts
             if name.startswith(prefix):
                 return disk_prefix + name.removeprefix(prefix)
         return name

@@ -25,7 +25,7 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from omnibal.families import family_of, layer_records
+from omnibal.families import layer_records
 from omnibal.families.base import LayerRecord
 from omnibal.formats.collate import GRIDS, MropeRule
 from omnibal.vlm.attention import attention_kwargs
@@ -245,7 +245,6 @@ def qwen_vl(config: Any) -> VisionLanguageModel:
         skeleton,
         records,
         (*_vision_recipes(records, vision), *text),
-        disk_prefixes=family_of(config.to_dict()).disk_prefixes,
         pixel_shape=(values,),
         image_integers={GRIDS: (3,)},
         image_tokens=partial(_image_tokens, merge_size=merge_size),

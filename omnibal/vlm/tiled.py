@@ -24,18 +24,8 @@ from transformers import (
 
 from omnibal.errors import DataError
 from omnibal.families import layer_records
-from omnibal.families.base import Family, ImageRule
-from omnibal.families.internvl import FAMILY as INTERNVL
-from omnibal.families.llava import FAMILY as LLAVA
-from omnibal.families.llava import (
-    NEXT,
-    ONEVISION,
-    Canvases,
-    Fit,
-    next_canvases,
-    onevision_canvases,
-    rule_of_canvases,
-)
+from omnibal.families.base import ImageRule
+from omnibal.families.llava import Canvases, Fit, next_canvases, onevision_canvases, rule_of_canvases
 from omnibal.vlm.layers import LayerRecipe, VisionLanguageModel, skeleton_of
 from omnibal.vlm.payload import Payload
 from omnibal.vlm.text import text_recipes
@@ -195,21 +185,20 @@ def internvl(config: InternVLConfig) -> VisionLanguageModel:
         skeleton_of(InternVLForConditionalGeneration, config),
         records,
         recipes,
-        disk_prefixes=INTERNVL.disk_prefixes,
         pixel_shape=(vision.num_channels, *vision.image_size),
     )
 
 
 def llava(config: LlavaConfig) -> VisionLanguageModel:
-    return _llava(config, LLAVA, LlavaForConditionalGeneration, Projector)
+    return _llava(config, LlavaForConditionalGeneration, Projector)
 
 
 def llava_next(config: LlavaNextConfig) -> VisionLanguageModel:
-    return _llava(config, NEXT, LlavaNextForConditionalGeneration, CanvasProjector)
+    return _llava(config, LlavaNextForConditionalGeneration, CanvasProjector)
 
 
 def llava_onevision(config: LlavaOnevisionConfig) -> VisionLanguageModel:
-    return _llava(config, ONEVISION, LlavaOnevisionForConditionalGeneration, SampleProjector)
+    return _llava(config, LlavaOnevisionForConditionalGeneration, SampleProjector)
 
 
 def _tokens(rule: ImageRule, sample: Mapping[str, Tensor]) -> int:
@@ -236,7 +225,7 @@ def _made_images(canvases: Canvases, units: int) -> tuple[int, dict[str, Tensor]
     return count * each, integers
 
 
-def _llava(config: Any, family: Family, model_class: Any, projector: type[Projector]) -> VisionLanguageModel:
+def _llava(config: Any, model_class: Any, projector: type[Projector]) -> VisionLanguageModel:
     images: dict[str, Any] = {}
     projector_parts = {"projector": PROJECTOR}
     if issubclass(projector, CanvasProjector):
@@ -257,6 +246,4 @@ def _llava(config: Any, family: Family, model_class: Any, projector: type[Projec
     )
     vision = config.vision_config
     pixel_shape = (vision.num_channels, vision.image_size, vision.image_size)
-    return VisionLanguageModel(
-        skeleton, records, recipes, disk_prefixes=family.disk_prefixes, pixel_shape=pixel_shape, **images
-    )
+    return VisionLanguageModel(skeleton, records, recipes, pixel_shape=pixel_shape, **images)

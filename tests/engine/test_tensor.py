@@ -151,7 +151,7 @@ def test_what_tensor_ranks_cannot_run_is_refused(message, models):
 def test_families_that_say_no_cuts_are_refused(models):
     resolved, plan = run_of(pair((0, 4, 10), ONE, model=str(models[""])), num_replicas=1)
     check_run(resolved, plan.partition)
-    resolved.vlm.cut_patterns = {}
+    resolved.vlm.family = replace(resolved.vlm.family, cuts={})
     with pytest.raises(ConfigError, match="num_tensor must be 1 for the family of internvl, which does not say how"):
         check_run(resolved, plan.partition)
 
