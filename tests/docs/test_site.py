@@ -74,7 +74,8 @@ def test_options_of_commands_exist(page):
         known = {name for option in commands.get(verb, ()) for name in (*option.opts, *option.secondary_opts)}
         assert verb not in VERBS or {*re.findall(r"(?<!\S)--[a-z-]+", line)} <= known | {"--help"}, (verb, line)
     typed = {*re.findall(r"(?:`|^ {4})omnibal ([a-z][a-z-]*)", text, re.MULTILINE)}
-    assert typed <= {*VERBS} | ({*MOVED} if page.name == "CHANGELOG.md" else set())
+    printed = {"over"}  # the headline of advise
+    assert typed - printed <= {*VERBS} | ({*MOVED} if page.name == "CHANGELOG.md" else set())
 
 
 NAMES = re.findall("^- `(omnibal.*?)`: ", (DOCS / "api.md").read_text(), re.MULTILINE)
