@@ -39,10 +39,11 @@ def count_mixes(samples: Int32Array, order: Int64Array, starts: Int64Array) -> t
     """
     # Size alone does not tell a long text from a picture. So the second measure is what a sample costs beyond what its
     # vision units would say, at the mean cost of a unit.
-    loads = samples.astype(np.float64)
-    vision, cost, drawn = loads[:, VISION], loads[:, COST], slice(None, None, EVERY)
+    cost, drawn = samples[:, COST].astype(np.float64), slice(None, None, EVERY)
+    encoders = np.ascontiguousarray(samples[:, VISION:].T, dtype=np.float64)
+    vision = encoders[0]
     per_unit = cost[drawn].sum() / max(vision[drawn].sum(), 1.0)
-    sizes = [vision + cost, cost - vision * per_unit, *loads[:, VISION:].T]
+    sizes = [vision + cost, cost - vision * per_unit, *encoders]
     # Sizes are compared with thresholds here and never again: an exchange moves a sample's bits from the counts of one
     # step to those of another. The last bit is set in all samples: its column counts them.
     below = []
@@ -54,12 +55,11 @@ def count_mixes(samples: Int32Array, order: Int64Array, starts: Int64Array) -> t
     below.append(np.ones(len(samples), dtype=bool))
     num_steps, last = len(starts) - 1, len(below) - 1
     mixes, usual = np.zeros((num_steps, last + 2)), np.zeros((3, last + 1))
-    step = np.empty(len(samples), dtype=np.int64)
-    step[order] = np.repeat(np.arange(num_steps), np.diff(starts))
-    bits = np.zeros(len(samples), dtype=np.int32)
+    bits, sums = np.zeros(len(samples), dtype=np.int32), np.zeros(len(samples) + 1, dtype=np.int64)
     for column, is_below in enumerate(below):
         bits |= is_below.astype(np.int32) << column
-        mixes[:, column] = np.bincount(step[is_below], minlength=num_steps)
+        np.cumsum(is_below[order], out=sums[1:])
+        mixes[:, column] = np.diff(sums[starts])
     samples[:, MIX] = bits
     # Compared is with the window's own samples, which are random themselves, not with those of the whole epoch.
     share = usual[SHARE] = mixes[:, : last + 1].sum(axis=0) / max(len(order), 1)
