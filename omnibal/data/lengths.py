@@ -1,7 +1,12 @@
 """SampleLengths: what each sample brings to each encoder and to the LLM, as columns that can be memory-mapped."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import json
+import logging
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -9,10 +14,10 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import ValidationError
 
-from omnibal.data.stored import LengthSummary, open_columns, read_only, write_columns
-from omnibal.errors import DataError
-from omnibal.records import load_json
+from omnibal.errors import DataError, said
+from omnibal.records import Record, load_json, parse_json
 
 IntArray = npt.NDArray[np.integer[Any]]
 
@@ -30,6 +35,37 @@ FURTHER_ENCODERS: Final = ("sound_units",)
 """Columns of encoders beside the first one, whose column is ``vision_units``: the planner levels each of them apart."""
 IMAGE, VIDEO, SOUND = 1, 2, 4  # bits of `SampleLengths.kinds`
 MOST_COUNT: Final = 2**31 - 1
+
+
+SUMMARY_FILE: Final = "lengths.json"
+FORMAT: Final = 1
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LengthSummary:
+    """What planners ask of all samples at once; a saved copy is read back without touching the columns."""
+
+    num_samples: int
+    total_vision_units: int
+    total_llm_tokens: int
+    total_target_tokens: int | None
+    max_vision_units: int
+    max_llm_tokens: int
+    total_sound_units: int | None = None
+    max_sound_units: int | None = None
+
+
+class _Saved(Record):
+    """What stands in the summary file of a folder."""
+
+    format: int
+    columns: list[str]
+    content_hash: str
+    summary: LengthSummary
+    source_names: list[str] | None = None
+    unit_name: str | None = None
 
 
 class SampleLengths:
@@ -223,8 +259,23 @@ class SampleLengths:
         What was there is replaced at the end, when all is written: an interrupted write leaves it as it was (between
         the renamings, a folder that ``load`` refuses), and whoever has it open (also ``self``) keeps it.
         """
-        named = {"source_names": self._names, "unit_name": self._unit_name}
-        write_columns(Path(path), self.columns(), self.content_hash, self.summary, named)
+        folder, named = Path(path), {"source_names": self._names, "unit_name": self._unit_name}
+        folder.mkdir(parents=True, exist_ok=True)
+        record = {
+            "format": FORMAT,
+            "columns": list(self.columns()),
+            "content_hash": self.content_hash,
+            "summary": asdict(self.summary),
+            **{name: value for name, value in named.items() if value is not None},
+        }
+        # All is written beside it first. Then files are renamed, the summary last: a folder without it is not complete.
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as scratch:
+            for name, column in self.columns().items():
+                np.save(Path(scratch) / f"{name}.npy", column)
+            (Path(scratch) / SUMMARY_FILE).write_text(json.dumps(record, indent=2) + "\n")
+            (folder / SUMMARY_FILE).unlink(missing_ok=True)
+            for file in (*(f"{name}.npy" for name in self.columns()), SUMMARY_FILE):
+                (Path(scratch) / file).replace(folder / file)
 
     @classmethod
     def load(cls, path: str | Path) -> "SampleLengths":
@@ -234,11 +285,22 @@ class SampleLengths:
             DataError: The folder is not a complete one of this format, or a column does not fit its summary.
         """
         folder = Path(path).absolute()
-        record, columns = open_columns(folder, COLUMN_TYPES)
+        record = _read_record(folder / SUMMARY_FILE)
+        if not {"vision_units", "llm_tokens"} <= set(record.columns) <= set(COLUMN_TYPES):
+            raise DataError(
+                f"{folder / SUMMARY_FILE} must list columns of {tuple(COLUMN_TYPES)}, the first two among them, "
+                f"got {record.columns}"
+            )
         lengths = cls.__new__(cls)
         lengths._folder = folder
-        for name in COLUMN_TYPES:
-            setattr(lengths, name, columns.get(name))
+        for name, dtype in COLUMN_TYPES.items():
+            column = _map_column(folder / f"{name}.npy", dtype) if name in record.columns else None
+            if column is not None and len(column) != record.summary.num_samples:
+                raise DataError(
+                    f"{folder / name}.npy must hold {record.summary.num_samples} samples as {SUMMARY_FILE} says, "
+                    f"got {len(column)}"
+                )
+            setattr(lengths, name, column)
         lengths._names = None if record.source_names is None else tuple(record.source_names)
         lengths._unit_name = record.unit_name
         lengths.summary = record.summary
@@ -292,3 +354,62 @@ def _read_token_lengths(path: Path) -> tuple[list[int], list[int]]:
                 f"{path}, entry {number}: vit_num and token_num must be integers from 0 to {MOST_COUNT}, got {entry!r}"
             )
     return [entry["vit_num"] for entry in entries], [entry["token_num"] for entry in entries]
+
+
+def _read_record(path: Path) -> _Saved:
+    try:
+        text = path.read_bytes()
+        kept = parse_json(text)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path.parent} must be a folder of lengths, written completely by `omnibal lengths` or "
+            f"SampleLengths.save, got {error}"
+        ) from error
+    found = kept.get("format") if isinstance(kept, dict) else kept
+    if found != FORMAT:
+        raise DataError(f"{path} must have format {FORMAT}, got {found!r:.80}; measure the lengths again")
+    try:
+        return _Saved.model_validate_json(text)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        key = ".".join(map(str, wrong["loc"]))
+        raise DataError(f"{path}: {key} must be as it was written, got: {wrong['msg']}; measure again") from error
+
+
+def _map_column(path: Path, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    try:
+        column = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # numpy parses headers as Python, which damaged ones make fail in many ways
+        raise DataError(f"{path} must be a column that SampleLengths.save wrote, got {said(error)}") from error
+    if not isinstance(column, np.ndarray):  # of a zip file
+        raise DataError(f"{path} must be a column that SampleLengths.save wrote, got an archive")
+    if column.ndim != 1 or column.dtype != dtype:
+        raise DataError(
+            f"{path} must be one-dimensional of {np.dtype(dtype)}, got {column.dtype} of shape {column.shape}"
+        )
+    return read_only(column)
+
+
+@contextmanager
+def replaced_folder(path: Path) -> Iterator[Path]:
+    """A folder to write into, which takes the place of ``path`` at the end, when all is written.
+
+    An interrupted run leaves what was there, and whoever has that open keeps it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as scratch:
+        fresh = Path(scratch) / "fresh"
+        fresh.mkdir()
+        yield fresh
+        try:
+            if path.exists():
+                path.replace(Path(scratch) / "old")
+            fresh.replace(path)
+        except OSError as error:
+            logger.info("%s is kept by another process, which was faster: %s", path, error)
+
+
+def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    view = array.view(np.ndarray)
+    view.flags.writeable = False
+    return view

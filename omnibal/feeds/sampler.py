@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Final, Self, Unpack
 from warnings import warn
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 from omnibal.cost import CostModel
 from omnibal.data.epoch import Arrangement, Epoch, Step, arrange
@@ -15,6 +15,7 @@ from omnibal.data.mixed_packs import Origin
 from omnibal.data.packing_spec import OF, PackingOptions, PackingSpec, Ranks, in_words
 from omnibal.data.packs import Packs
 from omnibal.errors import ConfigError, integer
+from omnibal.records import Record
 
 VERSION: Final = 1  # of the form of saved positions
 OTHER_DATA: Final = "; other samples or shares make other draws: keep the weights, and begin anew without the state"
@@ -23,17 +24,13 @@ MOST_SHOWN: Final = 200
 _Shape = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]  # ranks, and micro-batches of each
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-
-class _OriginRecord(_Record):
+class _OriginRecord(Record):
     epoch: NonNegativeInt
     step: NonNegativeInt
     units: list[NonNegativeInt]
 
 
-class _EpochRecord(_Record):
+class _EpochRecord(Record):
     """``Epoch.record``."""
 
     arranged_for: _Shape
@@ -43,7 +40,7 @@ class _EpochRecord(_Record):
     origin: _OriginRecord | None = None
 
 
-class _State(_Record):
+class _State(Record):
     """``BalancedBatchSampler.state_dict``."""
 
     version: int

@@ -23,8 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from omnibal.data.lengths import SampleLengths
-from omnibal.data.stored import replaced_folder
+from omnibal.data.lengths import SampleLengths, replaced_folder
 from omnibal.errors import DataError, said
 from omnibal.formats.rows import Problem
 from omnibal.records import load_json

@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from omnibal.data.stored import read_only, replaced_folder
+from omnibal.data.lengths import read_only, replaced_folder
 from omnibal.errors import DataError, said, shortened
 from omnibal.formats.chat import BESIDE, IMAGE_MARK, SOUND_MARK, VIDEO_MARK
 from omnibal.records import parse_json
