@@ -202,10 +202,18 @@ than 1 of 5 vision units (50 % of the samples) fits, which leaves 4 of 9 to the 
     limit = limits.vision_units
     if forced_waste(vision) <= TRAP_WASTE:
         return None
-    size = _worst_size(vision)
+    # The size that leaves most room when packs are filled with it alone, weighed by its volume.
+    sizes, largest = np.arange(1, limit + 1), int(np.flatnonzero(vision)[-1])
+    size = int(sizes[np.argmax(vision[1:] * sizes * (limit % sizes))])
     fitting, free = divmod(limit, size)
     shares = 100 * vision / vision[1:].sum()
-    waste, remedy = min((forced_waste(_under_limit(vision, other)), other) for other in _nearby_limits(vision, limit))
+
+    def waste_under(other: int) -> float:  # no sample exceeds it
+        kept = vision[: other + 1]
+        return forced_waste(np.pad(kept, (0, other + 1 - len(kept))))
+
+    nearby = [limit + step for step in NEARBY if step and limit + step >= largest]
+    waste, remedy = min((waste_under(other), other) for other in nearby)
     return (
         f"vision limit {limit} is a trap: the samples need at least {histogram_bound(vision)} packs where their volume "
         f"asks for {histogram_volume(vision)} (+{100 * forced_waste(vision):.0f} %); no more than {fitting} of {size} "
@@ -222,23 +230,3 @@ def forced_waste(counts: IntArray) -> float:
     """
     volume = histogram_volume(counts)
     return histogram_bound(counts) / volume - 1 if volume else 0.0
-
-
-def _worst_size(counts: IntArray) -> int:
-    """The size that leaves most room when packs are filled with it alone, weighed by its volume."""
-    limit = len(counts) - 1
-    sizes = np.arange(1, limit + 1)
-    return int(sizes[np.argmax(counts[1:] * sizes * (limit % sizes))])
-
-
-def _nearby_limits(counts: IntArray, limit: int) -> list[int]:
-    largest = int(np.flatnonzero(counts)[-1])
-    return [limit + step for step in NEARBY if step and limit + step >= largest]
-
-
-def _under_limit(counts: IntArray, limit: int) -> IntArray:
-    """Samples counted under another limit; none of the samples exceeds either limit."""
-    resized = np.zeros(limit + 1, dtype=np.int64)
-    kept = min(len(counts), limit + 1)
-    resized[:kept] = counts[:kept]
-    return resized
