@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from omnibal.advise.present import read_today
-from omnibal.cli.opening import expect
+from omnibal.cli.options import expect
 from omnibal.config import read_config
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from omnibal.cli.opening import kind_of
 from omnibal.cli.options import (
     ClusterOption,
     JsonOption,
     answer,
     check_file,
+    kind_of,
     read_cluster,
     working,
 )

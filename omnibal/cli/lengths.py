@@ -12,7 +12,6 @@ import typer
 from rich.table import Table
 from tqdm import tqdm
 
-from omnibal.cli.opening import expect, open_workspace, problem_lines, read_lengths
 from omnibal.cli.options import (
     JsonOption,
     LimitsOption,
@@ -20,6 +19,10 @@ from omnibal.cli.options import (
     answer,
     check_folder,
     check_picture,
+    expect,
+    open_workspace,
+    problem_lines,
+    read_lengths,
     read_limits,
     refuse,
 )
@@ -119,21 +122,17 @@ def lengths(
 ) -> None:
     """Measure all samples of a dataset, save their lengths, show what they are like and how they pack.
 
-    Headers say how many tiles images make; files are decoded only to find
-    broken ones. A pass that is interrupted goes on where it was, and the training
-    of a ds_config measures nothing again. Of packs: the fewest possible; how
-    long ranks wait for the slowest one in the ViT and in the LLM (Dist Ratio);
-    how random steps are; the largest packs.
+    Headers say how many tiles images make; files are decoded only to find broken ones. A pass that is interrupted goes
+    on where it was, and the training of a ds_config measures nothing again. Of packs: the fewest possible; how long
+    ranks wait for the slowest one in the ViT and in the LLM (Dist Ratio); how random steps are; the largest packs.
 
     Example: omnibal lengths ds_configs/mine.json
 
     Example: omnibal lengths ds_configs/mine.json --samples 4,17
 
-    Example: omnibal lengths data/train.json runs/lengths
-    --model models/InternVL3-1B-hf
+    Example: omnibal lengths data/train.json runs/lengths --model models/InternVL3-1B-hf
 
-    Example: omnibal lengths runs/lengths --num-replicas 16
-    --limits 40,12288 --compare --plot packs.png
+    Example: omnibal lengths runs/lengths --num-replicas 16 --limits 40,12288 --compare --plot packs.png
     """
     kind = expect("source", source, ("ds_config", "dataset", "token lengths", "saved lengths"))
     check_folder("out", out)
@@ -155,13 +154,9 @@ def lengths(
             return
         found, unit = workspace.found_lengths, workspace.vision_unit
     elif kind == "dataset":
-        if out is None:
-            raise ConfigError(f"out must name a folder for the lengths, got none: {source} is no ds_config")
-        if model is None:
-            raise ConfigError(f"--model must name the model's folder, got nothing: {source} is a dataset")
-        place = None if images is None else str(images)
+        images_folder = None if images is None else str(images)
         data = DataSection(
-            train=str(source), images=place, max_tiles=max_tiles, broken=broken or "error", decode=decode
+            train=str(source), images=images_folder, max_tiles=max_tiles, broken=broken or "error", decode=decode
         )
         found, unit = _measured(data, model, processes, out)
     else:
@@ -169,22 +164,24 @@ def lengths(
         found = read_lengths([source], "source")
         unit = found.lengths.vision_unit
     if out is not None:
-        _save(found, out)
+        found.lengths.save(out)
+        problems = [asdict(problem) for problem in found.problems]
+        (out / BROKEN_FILE).write_text(json.dumps(problems, indent=2, default=str) + "\n")
     task = _packing_of(workspace, found.lengths, fixed, (num_replicas, micro_batches), unit)
     _answer(task, found, out, compare=compare, plot=plot, as_json=as_json)
 
 
-def _measured(data: DataSection, model: Path, processes: int | None, folder: Path) -> tuple[FoundLengths, str]:
+def _measured(
+    data: DataSection, model: Path | None, processes: int | None, folder: Path | None
+) -> tuple[FoundLengths, str]:
     """Lengths by the section that a ds_config with this data and model would have, and the model's vision unit."""
+    if folder is None:
+        raise ConfigError(f"out must name a folder for the lengths, got none: {data.train} is no ds_config")
+    if model is None:
+        raise ConfigError(f"--model must name the model's folder, got nothing: {data.train} is a dataset")
     section = OmnibalSection(model=ModelSection(path=str(model)), data=data)
     workspace = Workspace({}, section, processes=processes)
     return workspace.measured_lengths(folder), vision_unit_of(workspace.records)
-
-
-def _save(found: FoundLengths, folder: Path) -> None:
-    found.lengths.save(folder)
-    problems = [asdict(problem) for problem in found.problems]
-    (folder / BROKEN_FILE).write_text(json.dumps(problems, indent=2, default=str) + "\n")
 
 
 def _show(workspace: Workspace, numbers: str, *, as_json: bool) -> None:

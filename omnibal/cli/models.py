@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from omnibal.cli.opening import expect
-from omnibal.cli.options import JsonOption, answer, check_new_folder, working
+from omnibal.cli.options import JsonOption, answer, check_new_folder, expect, working
 from omnibal.config import RunFiles, read_config
 from omnibal.errors import ConfigError
 from omnibal.report.style import make_table
@@ -199,7 +198,7 @@ def ask(
     answers = [(*entry, answerer.answer(entry[0], entry[1])) for entry in asked]
     if picture is not None:
         from omnibal.formats.images import load_image
-        from omnibal.report.answers import plot_answers
+        from omnibal.report.training import plot_answers
 
         plot_answers(
             [(_words(text), [*map(load_image, images)], said, right) for text, images, right, said in answers], picture

@@ -1,4 +1,4 @@
-"""What verbs share of a command line: options, checks of the paths that they name, and how they answer.
+"""What verbs share of a command line: options, what their paths hold, the workspace that these make, and answers.
 
 Answers go to stdout, as tables for people or as JSON for programs; what a command says beside them goes to stderr.
 """
@@ -6,19 +6,25 @@ Answers go to stdout, as tables for people or as JSON for programs; what a comma
 import json
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from omnibal.cluster import Cluster
+from omnibal.config import OmnibalSection, RunFiles, check_apart_from_layout
+from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError
-from omnibal.records import read_json
-from omnibal.workspace import Say
+from omnibal.formats.files import KINDS, is_dataset
+from omnibal.plan import Plan
+from omnibal.profile.records import ModelProfile
+from omnibal.records import parse_json, parse_relaxed, read_json
+from omnibal.workspace import FoundLengths, Overrides, Say, Workspace
 
 MOST_DIGITS: Final = 20
 
@@ -159,3 +165,205 @@ def answer(record: Any, *parts: str | Table, as_json: bool) -> None:
     console = Console(markup=False)  # also of cells: what users call things may look like tags
     for part in parts:
         console.print(part, highlight=False, soft_wrap=isinstance(part, str) and not console.is_terminal)
+
+
+Kind = Literal[
+    "ds_config", "plan", "profile", "token lengths", "saved lengths", "dataset", "model", "checkpoint", "checkpoints",
+    "run", "something else",
+]  # fmt: skip
+
+NAMES: Final[Mapping[Kind, str]] = {
+    "ds_config": "a ds_config",
+    "plan": "a plan",
+    "profile": "a profile",
+    "token lengths": 'a JSON list of {"vit_num", "token_num"}',
+    "saved lengths": "a folder of lengths",
+    "dataset": f"a dataset (an InternVL meta file, or conversations in {KINDS})",
+    "model": "a Hugging Face model folder",
+    "checkpoint": "a checkpoint",
+    "checkpoints": "a folder of checkpoints",
+    "run": "a run's folder",
+    "something else": "something else",
+}
+HEAD_CHARACTERS: Final = 1 << 16
+# An object with one of these keys is a ds_config.
+DEEPSPEED_KEYS: Final = frozenset({
+    "omnibal", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer",
+    "scheduler", "bf16", "fp16", "zero_optimization", "gradient_clipping", "data_types", "torch_autocast",
+})  # fmt: skip
+# File or folder within a folder, and the kind that it shows; the first one that is found counts.
+FOLDERS: Final[tuple[tuple[str, Kind], ...]] = (
+    ("config.json", "model"),
+    ("omnibal.json", "checkpoint"),
+    ("latest", "checkpoints"),
+    ("metrics.jsonl", "run"),
+    ("checkpoints", "run"),
+    ("lengths.json", "saved lengths"),
+)
+
+
+def expect(name: str, path: Path, kinds: Collection[Kind], *, remedy: str = "") -> Kind:
+    """What a path holds."""
+    kind = kind_of(name, path)
+    if kind not in kinds:
+        expected = " or ".join(NAMES[possible] for possible in kinds)
+        hint = f"; {remedy}" if remedy else ""
+        raise ConfigError(f"{name} must be {expected}, got {path}, {_described(kind, path)}{hint}")
+    return kind
+
+
+def kind_of(name: str, path: Path) -> Kind:
+    """What a path holds, by its content."""
+    if path.is_dir():
+        found = next((kind for file, kind in FOLDERS if (path / file).exists()), None)
+        return found or ("dataset" if is_dataset(path) else "something else")
+    try:
+        if is_dataset(path):
+            return "dataset"
+    except OSError as error:
+        raise ConfigError(f"{name} must be a readable file or folder, got {path} ({error.strerror})") from error
+    # Large files are told by their first characters; only what may be a ds_config, plan or profile is read whole.
+    start = _head(name, path)
+    if start.startswith("[") and ('"vit_num"' in start or start.rstrip() == "[]"):
+        return "token lengths"
+    if _first_line(start) is not None:
+        return "something else"
+    content = read_json(path, name, parse_relaxed)
+    return kind_of_object(content) if isinstance(content, dict) else "something else"
+
+
+def kind_of_object(content: Mapping[str, Any]) -> Kind:
+    """What a JSON object is, by its keys."""
+    keys = content.keys()
+    if {"limits", "partition"} <= keys:
+        return "plan"
+    if {"layers", "device"} <= keys:
+        return "profile"
+    if keys & DEEPSPEED_KEYS or not keys:  # an empty object is a ds_config of defaults
+        return "ds_config"
+    return "dataset" if all(isinstance(shard, dict) for shard in content.values()) else "something else"
+
+
+def _head(name: str, path: Path) -> str:
+    """The first characters of a text file."""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            start = file.read(HEAD_CHARACTERS).lstrip()
+    except OSError as error:
+        raise ConfigError(f"{name} must be a readable file or folder, got {path} ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name} must be text in UTF-8, got {path} ({error})") from error
+    if start[:1] not in ("[", "{", "/", "#"):  # a ds_config may begin with a comment
+        raise ConfigError(f"{name} must be a folder, JSON or JSON lines, got {start[:20]!r} in {path}")
+    return start
+
+
+def _first_line(start: str) -> dict[str, Any] | None:
+    """The first object of JSON lines; None of other files."""
+    line, *others = start.splitlines()
+    if not others or not line.startswith("{"):
+        return None
+    try:
+        found: dict[str, Any] = parse_json(line)
+    except ValueError:
+        return None
+    return found
+
+
+def _described(kind: Kind, path: Path) -> str:
+    if kind != "something else":
+        return f"which is {NAMES[kind]}"
+    if path.is_dir():
+        return "a folder of something else"
+    content = _first_line(_head("file", path)) or parse_relaxed(path.read_bytes())
+    entry = content[0] if isinstance(content, list) else content
+    return f"which has the keys {', '.join(entry)}" if isinstance(entry, dict) else f"a list with {entry!r:.80}"
+
+
+CONFIG: Final[tuple[Kind, ...]] = ("ds_config",)
+SHOWN_PROBLEMS: Final = 10
+
+
+def open_workspace(
+    source: Path,
+    *,
+    kinds: Collection[Kind] = CONFIG,
+    profile: Path | None = None,
+    lengths: Sequence[Path] | None = None,
+    cluster: str | None = None,
+    broken: Literal["error", "skip"] | None = None,
+    decode: bool | None = None,
+    **options: Any,
+) -> Workspace:
+    """The workspace of a command line: a ds_config, or a plan or a profile where someone has none."""
+    # What the command line names comes before what the ds_config says or lies in its folder; see Workspace.
+    kind = expect("source", source, kinds)
+    named = Overrides(
+        None if not lengths else read_lengths(lengths, "--lengths"),
+        None if profile is None else ModelProfile.load(profile),
+        None if cluster is None else read_cluster(cluster),
+    )
+    options = {"source": source, "makes": True, "say": say, "working": working, **options}
+    if kind == "ds_config":
+        workspace = _read_config(source, overrides=named, **options)
+        named_here = {key: value for key, value in (("broken", broken), ("decode", decode)) if value is not None}
+        if named_here:
+            data = workspace.section.data.model_copy(update=named_here)
+            workspace.section = workspace.section.model_copy(update={"data": data})
+        return workspace
+    if kind == "profile":
+        costs = ModelProfile.load(source)
+        return Workspace(*_config_of(costs, 1), overrides=replace(named, profile=costs), **options)
+    # A plan lies in a run's folder, beside the profile and the lengths that it was made from; or names its ds_config.
+    plan, beside = Plan.load(source), RunFiles(source.parent)
+    if named.profile is None and not beside.profile.is_file():
+        made_for = Path(plan.made_from.get("ds_config", ""))
+        if made_for.is_file():
+            return _read_config(made_for, overrides=replace(named, plan=plan), **options)
+        raise ConfigError(f"--profile must name what {source} was made from, got none, and none lies beside it")
+    costs = named.profile or ModelProfile.load(beside.profile)
+    found = named.lengths
+    if lengths is None and (beside.lengths / "lengths.json").is_file():
+        found = read_lengths([beside.lengths], "--lengths")
+    config, section = _config_of(costs, plan.layout.zero_stage, plan.made_from.get("request", {}))
+    return Workspace(config, section, overrides=Overrides(found, costs, named.cluster, plan), **options)
+
+
+def _read_config(path: Path, **options: Any) -> Workspace:
+    """The workspace of a ds_config whose keys can be right; errors name the file."""
+    try:
+        workspace = Workspace.read(path, **options)
+        check_apart_from_layout(workspace.config)
+    except ConfigError as error:
+        raise error if str(path) in str(error) else ConfigError(f"{path}: {error}") from error
+    return workspace
+
+
+def _config_of(
+    profile: ModelProfile, zero_stage: int, request: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], OmnibalSection]:
+    """The ds_config of someone who has none: what a profile says, and what a plan was asked for."""
+    packing = {key: (request or {})[key] for key in ("method", "seed") if key in (request or {})}
+    config = {"bf16": {"enabled": profile.dtype == "bfloat16"}, "zero_optimization": {"stage": zero_stage}}
+    return config, OmnibalSection.model_validate({"model": {"frozen": list(profile.frozen_parts)}, "packing": packing})
+
+
+def read_lengths(paths: Sequence[Path], name: str) -> FoundLengths:
+    """Lengths that were measured: JSON lists of ``{"vit_num", "token_num"}``, or one folder of saved ones."""
+    for path in paths:
+        kind = expect(name, path, ("saved lengths", "token lengths"), remedy="`omnibal lengths` measures a dataset")
+        if kind == "saved lengths" and len(paths) > 1:
+            raise ConfigError(f"{name} must be {NAMES['token lengths']} where there are several, got the folder {path}")
+    twice = [path for number, path in enumerate(paths) if path.resolve() in {p.resolve() for p in paths[:number]}]
+    if twice:
+        raise ConfigError(f"{name} must be different files, got {twice[0]} twice; all samples would count twice")
+    lengths = SampleLengths.load(paths[0]) if paths[0].is_dir() else SampleLengths.from_token_lengths(paths)
+    return FoundLengths(lengths, ", ".join(map(str, paths)))
+
+
+def problem_lines(found: FoundLengths) -> list[str]:
+    """How many items were left out, and why the first ones were; nothing where none was."""
+    if not found.problems:
+        return []
+    shown = (f"  {problem}" for problem in found.problems[:SHOWN_PROBLEMS])
+    return [f"{len(found.problems)} items cannot be used and are left out:", *shown]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from omnibal.cli.opening import open_workspace
 from omnibal.cli.options import (
     ClusterOption,
     JsonOption,
@@ -21,19 +20,20 @@ from omnibal.cli.options import (
     answer,
     check_file,
     check_picture,
+    open_workspace,
     read_limits,
     refuse,
     say,
 )
-from omnibal.cli.plan_report import Explanation, GainOverPresent, PlanReport, trial_line, trial_row
-from omnibal.cli.planning import plan_of, present_plan, request_of, solve
-from omnibal.cli.weighing import LayoutChoice, WeighedLayouts
+from omnibal.cli.plan_report import GainOverPresent, PlanReport, trial_line, trial_row
+from omnibal.cli.planning import LayoutChoice, WeighedLayouts, median_packs, plan_of, present_plan, request_of, solve
 from omnibal.config import RunFiles, check_batch
 from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.plan import Plan
 from omnibal.planner import PlanRequest, PlanResult
 from omnibal.planner.search import Choice, retreat
 from omnibal.profile.calibration import Calibration
+from omnibal.report.stages import Explanation
 from omnibal.report.style import Row
 from omnibal.workspace import Workspace
 
@@ -104,13 +104,9 @@ def plan(
 
     Example: omnibal plan ds_configs/mine.json --cluster 4x8xA100-80GB
 
-    Example: omnibal plan ds_configs/mine.json --layout auto
+    Example, tried on the machine itself: omnibal plan ds_configs/mine.json --measure --trials 3 --write
 
-    Example, which a run adopts at its next --resume: omnibal plan
-    ds_configs/mine.json --from-run runs/mine --write
-
-    Example, tried on the machine itself: omnibal plan ds_configs/mine.json
-    --measure --trials 3 --write
+    Example, which a run adopts at its next --resume: omnibal plan ds_configs/mine.json --from-run runs/mine --write
 
     Example, a look at a plan: omnibal plan runs/mine/plan.json --plot timeline.png
     """
@@ -125,7 +121,7 @@ def plan(
     if workspace.overrides.plan is not None:
         made = {"measure": measure, "from-run": from_run, "trials": trials, "out": out, "write": write}
         refuse(asked | made, f"{source} is a plan, which is only shown")
-        _show(Explanation.of(workspace, plan_of(workspace)), plot, as_json=as_json)
+        _show(workspace, plot, as_json=as_json)
         return
     if layout != "pipeline":
         refuse(asked | {"samples-per-step": None}, "--layout weighs all of them")
@@ -136,7 +132,7 @@ def plan(
     weighed = WeighedLayouts.of(workspace, request, layout) if weighs else None
     found = request if weighed is None else weighed.request(request)
     if found is None:
-        assert weighed is not None, "a request that nothing was weighed for is planned"
+        assert weighed is not None, "what nothing was weighed for is planned"
         answer(weighed.to_record(), *weighed.report.parts(), *weighed.lines(), as_json=as_json)
         return
     result = solve(workspace, found)
@@ -145,14 +141,15 @@ def plan(
     say(*(f"warning: {doubt}" for doubt in workspace.warnings))
     if plot is not None:
         report.explanation.draw(plot)
-    parts, record = report.parts(explain=explain), report.to_record(explain=explain)
-    if weighed is not None:
-        parts, record = [*weighed.report.parts(), *parts], record | {"layouts": weighed.report.to_record()}
-    answer(record, *parts, as_json=as_json)
+    table = [] if weighed is None else weighed.report.parts()
+    record = report.to_record(explain=explain) | ({"layouts": weighed.report.to_record()} if weighed else {})
+    answer(record, *table, *report.parts(explain=explain), as_json=as_json)
 
 
-def _show(explained: Explanation, plot: Path | None, *, as_json: bool) -> None:
-    """Answer with a step of a plan that is there."""
+def _show(workspace: Workspace, plot: Path | None, *, as_json: bool) -> None:
+    """Answer with a step of the workspace's plan: the median one of some steps of real packs."""
+    plan = plan_of(workspace)
+    explained = Explanation(workspace.profile, plan, median_packs(workspace, plan))
     if plot is not None:
         explained.draw(plot)
     written = [] if plot is None else [str(plot)]

@@ -11,13 +11,14 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from omnibal.cli.opening import expect, open_workspace
 from omnibal.cli.options import (
     ClusterOption,
     JsonOption,
     LimitsOption,
     answer,
     check_file,
+    expect,
+    open_workspace,
     read_cluster,
     read_limits,
     working,

@@ -6,8 +6,17 @@ from typing import Annotated, Final
 import typer
 
 from omnibal.advise.estimate import Way
-from omnibal.cli.opening import expect, open_workspace
-from omnibal.cli.options import ClusterOption, JsonOption, LengthsOption, ProfileOption, answer, check_file, say
+from omnibal.cli.options import (
+    ClusterOption,
+    JsonOption,
+    LengthsOption,
+    ProfileOption,
+    answer,
+    check_file,
+    expect,
+    open_workspace,
+    say,
+)
 from omnibal.cli.planning import cheapest_way, plan_of, present_rate
 from omnibal.config import RunFiles
 from omnibal.data.limits import largest_load

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -12,12 +13,15 @@ import numpy as np
 from rich.table import Table
 
 from omnibal.cost import Load
+from omnibal.families.base import vision_unit_of
 from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.partition import frozen_stages
 from omnibal.pipeline.schedule import Operation, Schedule
+from omnibal.pipeline.search import METHODS, search_partition
 from omnibal.pipeline.simulate import Event, Simulation, StepSimulation
 from omnibal.pipeline.spread import IMAGES
 from omnibal.plan import Plan
+from omnibal.planner.packings import Packing
 from omnibal.profile.records import ModelProfile
 from omnibal.report.style import (
     BLUE,
@@ -55,6 +59,7 @@ TERMS: Final = {
     "logits": (SERIES[6], "logits"),
     "overhead": (SERIES[8], "else"),
 }
+MOST_PANELS: Final = 3  # replicas whose timelines are drawn one by one
 MEMORY_BAR: Final = 0.38  # half the width of a stage's bars
 VISIBLE_HEIGHT: Final = 0.005  # terms of a smaller share of the picture have no entry in its legend
 # Operations on a timeline: name in the legend, and colour.
@@ -155,7 +160,7 @@ def cut_of(boundaries: Sequence[int]) -> str:
     return " ".join(map(str, boundaries))
 
 
-def methods_table(methods: Mapping[str, Row]) -> Table:
+def _methods_table(methods: Mapping[str, Row]) -> Table:
     """The best partition of each method, and how far it is above what any partition can reach."""
 
     def slowest(row: Row) -> str:  # 1.00 where stages are even
@@ -175,6 +180,87 @@ def methods_table(methods: Mapping[str, Row]) -> Table:
     table.add_section()
     table.add_row("(lower bound)", "", milliseconds(bound))
     return table
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A step of a plan on the simulator: where the model is cut, and where stages wait."""
+
+    profile: ModelProfile
+    plan: Plan
+    packing: Packing  # one step of real packs
+
+    @cached_property
+    def step(self) -> StepSimulation:
+        """The step, simulated."""
+        return self.plan.simulate(self.profile, self.packing.steps[0])
+
+    @cached_property
+    def figures(self) -> Row:
+        """The step in figures, and stage by stage."""
+        return step_figures(self.profile, self.plan, self.step, self.packing.largest)
+
+    @cached_property
+    def cuts(self) -> dict[str, Row]:
+        """The step under 1F1B and the cut of each method; none where an encoder has devices of its own."""
+        plan, loads = replace(self.plan, schedule="1f1b", predicted=None), self.packing.steps[0]
+        if plan.num_stages == 1 or plan.layout.encoder is not None:
+            return {}
+        found: dict[str, Row] = {}
+        for method in METHODS:
+            search = search_partition(
+                self.profile, loads, plan.num_stages, plan.links, method=method, zero_stage=plan.layout.zero_stage,
+                recompute=plan.recompute, top=1,
+            )  # fmt: skip
+            cut = replace(plan, partition=search.best.partition)
+            figures = step_figures(self.profile, cut, cut.simulate(self.profile, loads), self.packing.largest)
+            found[method] = {**figures, "gap": search.gap, "lower_bound_seconds": search.lower_bound_seconds}
+        return found
+
+    def to_record(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        profile, plan, limits = self.profile, self.plan, self.plan.limits
+        return {
+            "profile": {"hash": profile.content_hash, "device": profile.devices, "dtype": profile.dtype},
+            "cluster": str(plan.known_cluster),
+            "layout": plan.to_record()["layout"],
+            "links": asdict(plan.links),
+            "schedule": plan.schedule,
+            "limits": {"vision_units": limits.vision_units, "llm_tokens": limits.llm_tokens},
+            "step": self.packing.numbers[0] if self.packing.numbers else None,
+            **self.figures,
+            "cuts": self.cuts,
+        }
+
+    def parts(self) -> list[str | Table]:
+        """What is simulated, the methods' cuts, every stage, and the step."""
+        plan, limits, figures, numbers = self.plan, self.plan.limits, self.figures, self.packing.numbers
+        step, pipeline = figures["step_seconds"], figures["pipeline_seconds"]
+        packs = f"step {numbers[0]} of an epoch, packs of at most" if numbers else "equal packs of"
+        cuts: list[str | Table] = ["cuts of all methods, under 1F1B", _methods_table(self.cuts)] if self.cuts else []
+        return [
+            f"{len(self.profile.layers)} layers on {plan.known_cluster} ({self.profile.dtype}): {plan.layout}, "
+            f"{plan.schedule}\n{plan.micro_batches} micro-batches; {packs} {limits.vision_units:,} "
+            f"{vision_unit_of(self.profile.layers)} and {limits.llm_tokens:,} LLM tokens",
+            *cuts,
+            f"cut at {cut_of(plan.partition.boundaries)}",
+            stage_table(figures["stages"]),
+            f"step {milliseconds(step)} ms: pipeline {milliseconds(pipeline)} ms (bubble ratio "
+            f"{figures['bubble_ratio']:.1%}), gradients and optimizer {milliseconds(step - pipeline)} ms",
+        ]
+
+    def draw(self, path: Path) -> None:
+        """Draw the timeline of every replica where they are few, else of the fastest and the slowest one."""
+        replicas = self.step.replicas
+        order = sorted(range(len(replicas)), key=lambda number: replicas[number].makespan_seconds)
+        if len(replicas) == 1:
+            panels = {"": replicas[0]}
+        elif len(replicas) <= MOST_PANELS:
+            panels = {f"replica {number}": replica for number, replica in enumerate(replicas)}
+        else:
+            ends = (order[0], "fastest"), (order[-1], "slowest")
+            panels = {f"replica {number}, the {which}": replicas[number] for number, which in ends}
+        plot_timeline(panels, path)
 
 
 def memory_table(stages: Sequence[StageMemory], budget_bytes: Sequence[int]) -> Table:

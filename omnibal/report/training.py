@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Final, NotRequired  # pydantic needs it before Python 3.12
+from textwrap import fill
+from typing import TYPE_CHECKING, Annotated, Final, NotRequired  # pydantic needs it before Python 3.12
 
 import numpy as np
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
@@ -16,17 +17,22 @@ from typing_extensions import TypedDict, Unpack
 
 from omnibal.cost import FloatArray
 from omnibal.data.packing_spec import Oversized
-from omnibal.errors import DataError, bytes_in_words, reporting
+from omnibal.errors import ConfigError, DataError, bytes_in_words, reporting
 from omnibal.families.base import LayerRecord, vision_unit_of
 from omnibal.memory.footprint import StageMemory
 from omnibal.plan import Plan
 from omnibal.profile.calibration import Calibration
 from omnibal.report.stages import stage_layers
-from omnibal.report.style import BLUE, GREEN, ORANGE, SERIES, drawing, duration, label_of, legend_below
+from omnibal.report.style import BLUE, GREEN, ORANGE, SERIES, VERMILION, drawing, duration, label_of, legend_below
+
+if TYPE_CHECKING:
+    from PIL import Image  # an extra that reports do without
 
 BALANCE: Final = "mean load of a step's packs over the largest, 1 if all are alike"
 # Steps over which shares are averaged, and points of a shorter run: a single step's shares are up to chance.
 SHARE_STEPS, SHARE_POINTS = 50, 20
+# Of a picture of answers: questions beside each other, letters in a line, pixels between the images of a question.
+COLUMNS, WORDS, GAP = 3, 38, 6
 SMOOTHING = 0.9  # weight of the past in the figures that are shown while training
 
 
@@ -315,6 +321,49 @@ def plot_shares(steps: Sequence[int], shares: Sequence[Mapping[str, tuple[float,
             axes.plot(middles, means, color=color, label=label_of(name))
         axes.set(xlabel="step", ylabel="share, %", ylim=(0, None))
         legend_below(figure, axes)
+
+
+Answer = tuple[str, Sequence["Image.Image"], str, str | None]
+"""Question, images, what the model says, and the right answer where it is known."""
+
+
+def plot_answers(answers: Sequence[Answer], path: Path) -> None:
+    """Draw the images of each question, the question, and the answer: green if it is right, red if not.
+
+    Raises:
+        ConfigError: No question has an image.
+    """
+    seen = [answer for answer in answers if answer[1]]
+    if not seen:
+        raise ConfigError("questions must have images to draw a picture of answers, got none that has one")
+    rows = -(-len(seen) // COLUMNS)
+    with drawing(path, 9, 3 * rows) as figure:
+        for axes in figure.subplots(rows, COLUMNS, squeeze=False).flat:
+            axes.axis("off")
+        for axes, (question, images, said, right) in zip(figure.axes, seen, strict=False):
+            axes.imshow(_side_by_side(images))
+            axes.set_title(fill(question, WORDS), fontsize=9)
+            # An empty axis has no label: the answer is a text below the picture.
+            words = said if right in (None, said) else f"{said} (right: {right})"
+            colour = "black" if right is None else GREEN if said == right else VERMILION
+            axes.text(
+                0.5, -0.04, fill(words, WORDS), fontsize=9, color=colour, transform=axes.transAxes, ha="center",
+                va="top",
+            )  # fmt: skip
+
+
+def _side_by_side(images: Sequence[Image.Image]) -> Image.Image:
+    """The images of a question as one, each as high as the highest."""
+    from PIL import Image
+
+    height = max(image.height for image in images)
+    scaled = [image.resize((round(image.width * height / image.height), height)) for image in images]
+    whole = Image.new("RGB", (sum(image.width + GAP for image in scaled) - GAP, height), "white")
+    left = 0
+    for image in scaled:
+        whole.paste(image, (left, 0))
+        left += image.width + GAP
+    return whole
 
 
 def _moving_mean(values: FloatArray, window: int = 20) -> FloatArray:

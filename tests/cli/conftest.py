@@ -97,6 +97,14 @@ def few_steps(monkeypatch):
     monkeypatch.setattr(layouts, "MOST_TIMES", 1)
 
 
+@pytest.fixture
+def no_recompute(tmp_path):
+    """Options of somebody who trains by ZeRO 3 without gradient checkpointing, as their arguments say."""
+    arguments = {"deepspeed": {"zero_optimization": {"stage": 3}}, "gradient_checkpointing": False}
+    (tmp_path / "arguments.json").write_text(json.dumps(arguments))
+    return "--today", tmp_path / "arguments.json"
+
+
 def cluster_of(num_devices, *, gigabytes=1.0, memory=80.0, **changes):
     """The record of a cluster of devices called "test", as the command line takes it."""
     device = {"name": "test", "memory_bytes": int(memory * 2**30), "link_bytes_per_second": gigabytes * 1e9}

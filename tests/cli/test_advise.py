@@ -103,14 +103,6 @@ def test_json_and_the_page_say_the_same(omnibal, lengths, tmp_path):
     assert "data:image/png" in page
 
 
-@pytest.fixture
-def no_recompute(tmp_path):
-    """Options of somebody who trains by ZeRO 3 without gradient checkpointing, as their arguments say."""
-    arguments = {"deepspeed": {"zero_optimization": {"stage": 3}}, "gradient_checkpointing": False}
-    (tmp_path / "arguments.json").write_text(json.dumps(arguments))
-    return "--today", tmp_path / "arguments.json"
-
-
 @pytest.mark.usefixtures("few_steps")
 def test_layouts_are_one_table_behind_todays_answer(omnibal, lengths, tmp_path):
     options = ("--model", "InternVL3-1B", "--cluster", "2xA100-80GB", "--batch", 4, "--accumulation", 2, "--layouts")

@@ -117,7 +117,7 @@ def test_a_table_and_a_picture(omnibal, tmp_path):
 
 def test_many_replicas_are_drawn_as_the_fastest_and_the_slowest(omnibal, tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr("omnibal.cli.plan_report.plot_timeline", lambda panels, path: drawn.append(list(panels)))
+    monkeypatch.setattr("omnibal.report.stages.plot_timeline", lambda panels, path: drawn.append(list(panels)))
     for replicas in (1, 3, 4):
         omnibal("plan", write_plan(tmp_path, replicas=replicas), "--plot", "x.png")
     assert drawn[0] == [""]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from omnibal.cli.lengths import lengths_table, statistics_of
-from omnibal.cli.opening import read_lengths
+from omnibal.cli.options import read_lengths
 from omnibal.data.lengths import SampleLengths
 from omnibal.formats.conversations import open_dataset
 from tests.families.models import TEMPLATES, save_folder

@@ -13,7 +13,7 @@ from rich.console import Console
 import omnibal.trials as trials_module
 from omnibal import vlm
 from omnibal.cli.plan_report import _weighed_table
-from omnibal.cli.weighing import WEIGHED
+from omnibal.cli.planning import WEIGHED
 from omnibal.cluster import Cluster, Encoder
 from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from omnibal import workspace
-from omnibal.cli.opening import open_workspace
-from omnibal.cli.plan_report import Explanation
-from omnibal.cli.planning import plan_of
+from omnibal.cli.options import open_workspace
+from omnibal.cli.planning import median_packs, plan_of
 from omnibal.cluster import Cluster
 from omnibal.config import RunFiles
 from omnibal.data.lengths import SampleLengths
 from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
+from omnibal.report.stages import Explanation
 
 pytestmark = pytest.mark.usefixtures("few_steps")
 
@@ -24,7 +24,8 @@ def look(capsys):
 
     def run(config):
         workspace = open_workspace(config)
-        explained = Explanation.of(workspace, plan_of(workspace))
+        plan = plan_of(workspace)
+        explained = Explanation(workspace.profile, plan, median_packs(workspace, plan))
         return explained, capsys.readouterr().err
 
     return run

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from omnibal.cli.opening import NAMES
+from omnibal.cli.options import NAMES
 from omnibal.data.limits import PackLimits
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan

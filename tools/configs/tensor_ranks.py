@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
-from omnibal.cli.opening import open_workspace
+from omnibal.cli.options import open_workspace
 from omnibal.cli.planning import request_of
 from omnibal.plan import Plan
 from omnibal.planner import make_plan

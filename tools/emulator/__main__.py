@@ -13,7 +13,6 @@ import numpy as np
 import typer
 from rich.table import Table
 
-from omnibal.cli.opening import open_workspace
 from omnibal.cli.options import (
     ClusterOption,
     JsonOption,
@@ -22,6 +21,7 @@ from omnibal.cli.options import (
     ProfileOption,
     answer,
     check_picture,
+    open_workspace,
     working,
 )
 from omnibal.cli.planning import plan_of, present_plan, real_packs
