@@ -269,8 +269,6 @@ def _replicas(workspace: Workspace | None) -> int:
 
 @dataclass(frozen=True)
 class _PackingTask:
-    """What is packed, for whom, and how."""
-
     lengths: SampleLengths
     limits: PackLimits
     num_replicas: int
@@ -279,7 +277,6 @@ class _PackingTask:
     vision_unit: str
 
     def run(self, method: Method) -> tuple[PackingFigures, Arranged]:
-        """Arrange the epoch and measure it."""
         # A few samples first: the seconds that are shown are of packing, not of compiling. Under "alone" an oversized
         # one among these raises nothing.
         first = self.lengths.take(np.arange(min(len(self.lengths), SAMPLES_TO_COMPILE)))
@@ -300,14 +297,12 @@ class _PackingTask:
         return figures, Arranged(packs.load(self.lengths), epoch.steps)
 
     def arrange(self, method: Method) -> Epoch:
-        """The epoch, planned as it is asked for."""
         options = self.packing.model_copy(update={"method": method}).options
         shape = {"num_replicas": self.num_replicas, "micro_batches": self.micro_batches}
         return arrange_epoch(self.lengths, self.limits, **shape, **options)
 
     @property
     def num_oversized(self) -> int:
-        """Samples that exceed a limit on their own."""
         return len(self.limits.oversized(self.lengths))
 
     @property
@@ -322,7 +317,6 @@ class _PackingTask:
         return f"{task}\n{self.num_oversized:,} samples exceed a limit on their own: {FATES[self.packing.oversized]}"
 
     def to_record(self) -> dict[str, Any]:
-        """The task as JSON values."""
         return {
             "samples": len(self.lengths),
             "limits": self.limits.record(),

@@ -57,7 +57,6 @@ class _LazyGroup(TyperGroup):
         listing.format_help(ctx, formatter)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the verb."""
         try:
             if any(argument.partition("=")[0] == "--plot" for argument in ctx.args):
                 require("matplotlib")  # not after all has been computed

@@ -203,7 +203,6 @@ FOLDERS: Final[tuple[tuple[str, Kind], ...]] = (
 
 
 def expect(name: str, path: Path, kinds: Collection[Kind], *, remedy: str = "") -> Kind:
-    """What a path holds."""
     kind = kind_of(name, path)
     if kind not in kinds:
         expected = " or ".join(NAMES[possible] for possible in kinds)
@@ -213,7 +212,6 @@ def expect(name: str, path: Path, kinds: Collection[Kind], *, remedy: str = "") 
 
 
 def kind_of(name: str, path: Path) -> Kind:
-    """What a path holds, by its content."""
     if path.is_dir():
         found = next((kind for file, kind in FOLDERS if (path / file).exists()), None)
         return found or ("dataset" if is_dataset(path) else "something else")
@@ -233,7 +231,6 @@ def kind_of(name: str, path: Path) -> Kind:
 
 
 def kind_of_object(content: Mapping[str, Any]) -> Kind:
-    """What a JSON object is, by its keys."""
     keys = content.keys()
     if {"limits", "partition"} <= keys:
         return "plan"
@@ -245,7 +242,6 @@ def kind_of_object(content: Mapping[str, Any]) -> Kind:
 
 
 def _head(name: str, path: Path) -> str:
-    """The first characters of a text file."""
     try:
         with path.open(encoding="utf-8-sig") as file:
             start = file.read(HEAD_CHARACTERS).lstrip()

@@ -282,7 +282,6 @@ class _Try:
         self.done: list[tuple[float, Choice, Row]] = []
 
     def run(self, config: dict[str, object], options: list[str]) -> None:
-        """Run the plan, and after each lack of memory a plan that holds less."""
         from omnibal.trials import run_trials
 
         plan = self._result.plan_of(self._choice)

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GainOverPresent:
-    """What a plan gains over the present configuration."""
-
     # From the present configuration to the plan, one change after the other; empty if none is known that can train.
     variants: tuple[Variant, ...] = ()
     problem: str = ""  # why there are no variants, or what the present configuration lacks
@@ -77,12 +75,10 @@ class GainOverPresent:
 
     @property
     def reasons(self) -> dict[str, float]:
-        """What each change brings, as a factor of samples a second."""
         pairs = pairwise(self.variants)
         return {after.name: after.samples_per_second / before.samples_per_second for before, after in pairs}
 
     def to_record(self) -> dict[str, Any]:
-        """The gain as JSON values."""
         present = self.variants[0].samples_per_second if self.variants else None
         return {
             "present_samples_per_second": present, "gain": self.ratio, "reasons": self.reasons, "problem": self.problem,
@@ -137,7 +133,6 @@ class PlanReport:
         return Explanation(model.whole, self.result.plan, model.packing.median_step(model.whole))
 
     def to_record(self, *, explain: bool) -> dict[str, Any]:
-        """The report as JSON values."""
         result = self.result
         return {
             "plan": result.plan.to_record(),
@@ -212,7 +207,6 @@ class PlanReport:
         ]
 
     def _bound(self) -> str:
-        """How far from the best possible."""
         result = self.result
         assert result.plan.predicted is not None
         gap = excess(result.plan.predicted.step_seconds, result.choice.model.lower_bound_seconds)
@@ -287,7 +281,6 @@ def trial_row(name: str, trial: Trial) -> Row:
 
 
 def trial_line(row: Row) -> str:
-    """The trial in a line, as it is said when it is done."""
     measured, predicted = row["measured_seconds"], row["predicted_seconds"]
     expected = "" if predicted is None else f"predicted {milliseconds(predicted)} ms on {row['predicted_for']}, "
     done = "" if measured is None else f"measured {milliseconds(measured)} ms: "

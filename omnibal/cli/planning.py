@@ -106,6 +106,9 @@ def _present_samples(workspace: Workspace) -> int:
     try:
         return round(real_packs(workspace, present_plan(workspace), steps=1).samples_per_step)
     except ConfigError as error:
+        followed = workspace.named_plan
+        if followed is not None and followed.predicted is not None:  # of other machines: its steps are as large
+            return round(followed.predicted.samples_per_step)
         raise ConfigError(
             f"--samples-per-step must be given where the present configuration cannot train, got none: {error}"
         ) from error
@@ -143,7 +146,6 @@ def real_packs(workspace: Workspace, plan: Plan, *, steps: int) -> Packing:
 
 
 def median_packs(workspace: Workspace, plan: Plan) -> Packing:
-    """Packs of the median one of some steps."""
     return real_packs(workspace, plan, steps=MEDIAN_OF).median_step(workspace.profile)
 
 
@@ -203,8 +205,6 @@ def cheapest_way(workspace: Workspace, cluster: Cluster, samples_per_step: float
 
 @dataclass(frozen=True)
 class WeighedLayouts:
-    """The layouts of a workspace, and what follows."""
-
     workspace: Workspace
     scenario: Scenario
     report: LayoutReport
@@ -239,7 +239,6 @@ class WeighedLayouts:
         return cls(workspace, scenario, report)
 
     def request(self, asked: PlanRequest) -> PlanRequest | None:
-        """What plans the winner; None where it cannot be planned."""
         winner = self.report.answer.winner
         if winner is None or winner.plan is None or _degree(winner) != self.workspace.num_tensor:
             return None
@@ -272,7 +271,6 @@ class WeighedLayouts:
         ]
 
     def to_record(self) -> dict[str, Any]:
-        """All of it as JSON values."""
         today = self.report.answer.winner_today
         told = today is not None and today.recipe is not None
         return {

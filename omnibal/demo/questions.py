@@ -24,8 +24,6 @@ MAX_ASPECT = 4.5
 
 @dataclass(frozen=True)
 class ColouredShape:
-    """One coloured shape in one quarter of the picture."""
-
     colour: str
     shape: str
     place: str
@@ -92,8 +90,6 @@ SHORT = " Answer briefly."
 
 
 class Exchange(NamedTuple):
-    """A question and its answer."""
-
     question: str
     answer: str
 
@@ -135,7 +131,6 @@ def _ask_about_one(known_by: str, asked: str, question: str, sentence: str) -> A
 
 
 def ask_count(rng: np.random.Generator, scene: Scene) -> Exchange:
-    """The number of shapes."""
     count = NUMBERS[len(scene.figures)]
     return _short_or_long(rng, "How many shapes are there?", count, f"The number of shapes is {count}.")
 
@@ -189,7 +184,6 @@ def _with_article(colour: str) -> str:
 
 
 def shapes(rng: np.random.Generator, max_turns: int) -> DemoSample:
-    """Different questions about one picture."""
     scene, turns = _scene(rng, (0.7, 0.2, 0.07, 0.03)), int(rng.integers(max_turns)) + 1
     asked = {kind: ABOUT_ONE[kind](rng, scene) for kind in rng.permutation(list(ABOUT_ONE)).tolist()}
     answered = {kind: exchange for kind, exchange in asked.items() if exchange is not None}
@@ -198,19 +192,16 @@ def shapes(rng: np.random.Generator, max_turns: int) -> DemoSample:
 
 
 def scenes(rng: np.random.Generator, _: int) -> DemoSample:
-    """Long answers about fuller pictures."""
     scene = _scene(rng, (0.0, 0.5, 0.3, 0.2))
     return DemoSample("description", [scene], [ask_description(rng, scene)])
 
 
 def pairs(rng: np.random.Generator, _: int) -> DemoSample:
-    """Two pictures and a question about one of them."""
     first, second = random_scene(rng, 1), random_scene(rng, 1)
     return DemoSample("pair", [first, second], [ask_pair(rng, first, second)])
 
 
 def stories(rng: np.random.Generator, _: int) -> DemoSample:
-    """No picture."""
     return DemoSample("text", [], [ask_text(rng)])
 
 
@@ -223,5 +214,4 @@ DATASETS: Mapping[str, DemoDataset] = {
 
 
 def _scene(rng: np.random.Generator, chances: tuple[float, ...]) -> Scene:
-    """A picture with one to four figures, in these shares."""
     return random_scene(rng, int(rng.choice([1, 2, 3, 4], p=chances)))

@@ -55,8 +55,6 @@ BUFFERED: Final = "a buffer on each rank; the drop-in plans it"  # what balance 
 
 @dataclass(frozen=True)
 class Report:
-    """All that is said in answer to a question."""
-
     question: Question
     advice: Advice
 
@@ -95,11 +93,9 @@ class Report:
         return f"omnibal over {BEST}: {gain}x{word}"
 
     def lines(self) -> list[str]:
-        """What to print."""
         return self.findings() + self.to_paste()
 
     def findings(self) -> list[str]:
-        """What is the case, and what would bring how much."""
         advice, today, asked = self.advice, self.advice.today, self.question
         found = [
             f"{asked.model.name}{self._trained()} on {asked.cluster}: {today.recipe.text}, "
@@ -168,7 +164,6 @@ class Report:
         return found
 
     def to_record(self) -> dict[str, Any]:
-        """The report as JSON values."""
         advice, asked = self.advice, self.question
         return {
             "model": asked.model.name,
@@ -216,7 +211,6 @@ class Report:
         return f"; so few that {unseen:.0%} of the data may be unlike them" if unseen > MODEL_ERROR else ""
 
     def _optimizer(self) -> str:
-        """What a trained parameter takes."""
         present, sharding = self.question.present, self.question.recipe.sharding
         precision, name = present.precision, present.optimizer or "AdamW (assumed)"
         states, master = precision.kept(sharding)

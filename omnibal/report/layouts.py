@@ -48,8 +48,6 @@ NONE_FITS: Final = "winner: none, no layout fits these devices"
 
 @dataclass(frozen=True)
 class LayoutReport:
-    """An answer, with what is said beside it."""
-
     answer: LayoutAnswer
     scenario: Scenario
     today: float | None = None
@@ -61,7 +59,6 @@ class LayoutReport:
 
     @property
     def not_weighed(self) -> list[str]:
-        """What is left out, and why."""
         found, cluster, precision = list(self.answer.refused), self.scenario.cluster, self.scenario.precision
         kinds = {each.kind for each in self.answer.candidates} | self.answer.missing_bytes.keys()
         across = [str(degree) for degree in DEGREES if degree not in degrees_within(cluster)]
@@ -79,16 +76,13 @@ class LayoutReport:
         return next((each for each in answer.candidates if fastest and not answer.equals(fastest, each)), None)
 
     def name_of(self, found: WeighedLayout) -> str:
-        """A candidate in words, with its rate."""
         return f"{KINDS[found.kind]}, {_rate(found.samples_per_second)} samples/s ({found.layout})"
 
     def parts(self) -> list[str | Table]:
-        """The table, and lines below it."""
         table = [make_table(*self.rows())] if self.answer.candidates else []
         return [*table, *self.lines()]
 
     def lines(self) -> list[str]:
-        """What the figures say."""
         answer = self.answer
         found = [
             f"{NAMES[each.kind]}: {KINDS[each.kind]}: {each.layout}, {_batches(each)} of a replica"
@@ -136,7 +130,6 @@ class LayoutReport:
         return found
 
     def to_record(self) -> dict[str, Any]:
-        """All of it as JSON values."""
         answer, winner = self.answer, self.answer.winner
         openly = None if winner is None else self._openly(winner)
         return {
@@ -159,7 +152,6 @@ class LayoutReport:
         }  # fmt: skip
 
     def rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Heads and cells of the table."""
         heads = (
             "", "samples\n/s", "none\nhidden", "times\ntoday", "peak\nGiB", "runs\ntoday", "useful", "waits",
             "re-\ncompute", "sent",

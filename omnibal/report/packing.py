@@ -37,8 +37,6 @@ class Largest(NamedTuple):
 
 @dataclass(frozen=True)
 class PackingFigures:
-    """An arrangement in figures."""
-
     method: str
     samples: int
     """Samples that are in a pack."""
@@ -81,7 +79,6 @@ class PackingFigures:
         return self.samples / self.packs if self.packs else 0.0
 
     def to_record(self) -> dict[str, Any]:
-        """All figures as JSON values, a missing one as None."""
         return asdict(self) | {
             "largest": self.largest._asdict(),
             "packs_over_fewest": self.packs_over_fewest,
@@ -192,7 +189,6 @@ def packing_table(figures: Sequence[PackingFigures], num_replicas: int = 2, visi
 
 
 def packing_notes(num_replicas: int) -> list[str]:
-    """What the figures of the table mean, in a line each."""
     notes = ["Pad Ratio: share of an LLM's tokens that are padding"]
     if num_replicas > 1:
         notes.append("Dist Ratio: share of the time that ranks wait for the one with the largest micro-batch")

@@ -88,8 +88,6 @@ def plot_imbalance(variants: Mapping[str, Imbalance], path: Path) -> None:
 
 @dataclass(frozen=True)
 class PlanPart:
-    """What the page says of a plan."""
-
     variants: tuple[Variant, ...]
     """From random batches to the plan."""
     others: tuple[Way, ...]
@@ -99,23 +97,19 @@ class PlanPart:
 
     @property
     def plan(self) -> Plan:
-        """The plan that the last variant stands for."""
         return self.variants[-1].plan
 
     @cached_property
     def memory(self) -> tuple[StageMemory, ...]:
-        """What a device of each stage holds at its peak."""
         return self.plan.memory(self.variants[-1].profile, self.largest)
 
     @property
     def recomputed_memory(self) -> tuple[StageMemory, ...]:
-        """What a device of each stage would hold with everything recomputed."""
         levels = every_layer("full", self.plan.partition.num_layers)
         return replace(self.plan, recompute=levels).memory(self.variants[-1].profile, self.largest)
 
     @property
     def budget_bytes(self) -> tuple[int, ...]:
-        """What a device of each stage may hold."""
         return self.plan.known_cluster.stage_memory_bytes(self.plan.layout)
 
 

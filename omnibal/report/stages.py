@@ -192,12 +192,10 @@ class Explanation:
 
     @cached_property
     def step(self) -> StepSimulation:
-        """The step, simulated."""
         return self.plan.simulate(self.profile, self.packing.steps[0])
 
     @cached_property
     def figures(self) -> Row:
-        """The step in figures, and stage by stage."""
         return step_figures(self.profile, self.plan, self.step, self.packing.largest)
 
     @cached_property
@@ -218,7 +216,6 @@ class Explanation:
         return found
 
     def to_record(self) -> dict[str, Any]:
-        """All of it as JSON values."""
         profile, plan, limits = self.profile, self.plan, self.plan.limits
         return {
             "profile": {"hash": profile.content_hash, "device": profile.devices, "dtype": profile.dtype},
@@ -233,7 +230,6 @@ class Explanation:
         }
 
     def parts(self) -> list[str | Table]:
-        """What is simulated, the methods' cuts, every stage, and the step."""
         plan, limits, figures, numbers = self.plan, self.plan.limits, self.figures, self.packing.numbers
         step, pipeline = figures["step_seconds"], figures["pipeline_seconds"]
         packs = f"step {numbers[0]} of an epoch, packs of at most" if numbers else "equal packs of"
@@ -366,7 +362,6 @@ def _draw_bars(axes: Axes, stage: int, operation: Operation, events: Sequence[Ev
 
 
 def _legend(simulations: Mapping[str, Simulation]) -> list[Patch]:
-    """An entry for every operation that can be seen."""
     from matplotlib.patches import Patch
 
     events = [event for simulation in simulations.values() for event in simulation.events]

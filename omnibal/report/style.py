@@ -116,7 +116,6 @@ def scaled(name: str, unit: float, form: str = ",.1f") -> Callable[[Row], str]:
 
 
 def in_milliseconds(name: str) -> Callable[[Row], str]:
-    """What makes cells of seconds."""
     return lambda row: milliseconds(row[name])
 
 
@@ -203,7 +202,6 @@ def page(title: str, lead: str, sections: Sequence[str]) -> str:
 
 
 def section(title: str, *parts: str) -> str:
-    """A heading and what stands under it."""
     return "\n".join([f"<section>\n<h2>{escape(title)}</h2>", *parts, "</section>"])
 
 
@@ -214,13 +212,11 @@ def paragraph(text: str) -> str:
 
 
 def code(lines: Sequence[str]) -> str:
-    """Lines as they are, to be pasted."""
     text = escape("\n".join(lines))
     return _scrolled(f"<pre>{text}</pre>")
 
 
 def html_table(names: Sequence[str], rows: Sequence[Sequence[str]], *, marked: int | None = None) -> str:
-    """An HTML table, one of its rows marked."""
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     lines = []
     for number, row in enumerate(rows):
@@ -243,5 +239,4 @@ def picture(path: Path, caption: str) -> str:
 
 
 def _scrolled(content: str) -> str:
-    """What scrolls by itself where it is wider than the page."""
     return f'<div class="scroll">{content}</div>'

@@ -48,8 +48,6 @@ Loss = Annotated[float, AfterValidator(_possible_loss)]
 
 
 class StepRecord(TypedDict):
-    """A training step."""
-
     step: Count
     """Steps done."""
     epoch: Count
@@ -76,8 +74,6 @@ class StepRecord(TypedDict):
 
 
 class EvaluationRecord(TypedDict):
-    """An evaluation on held-out samples."""
-
     step: Count
     held_out_loss: Loss
     held_out_accuracy: Finite
@@ -86,14 +82,11 @@ class EvaluationRecord(TypedDict):
 
 @dataclass(frozen=True)
 class Metrics:
-    """A run's log, as it was read."""
-
     steps: list[StepRecord]
     evaluations: list[EvaluationRecord]
 
     @property
     def devices(self) -> str:
-        """What the run was measured on."""
         named = dict.fromkeys(record["device"] for record in self.steps if "device" in record)
         return " and ".join(named) or "devices that its log does not name"
 
@@ -169,7 +162,6 @@ class MetricsLog:
         return f"step {step}: held-out loss {loss:.3f}, answers right {accuracy:.1%} of {samples}"
 
     def calibration(self, step: int, found: Calibration) -> None:
-        """Log what costs were measured."""
         self._write(found.line(step=step))
 
     def _append(self, record: StepRecord | EvaluationRecord) -> None:

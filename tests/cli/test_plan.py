@@ -437,7 +437,9 @@ def test_what_ifs_leave_the_plan_and_the_profile_that_a_run_follows(omnibal, ref
         f"written: {run}/what-if/plan.json training follows {run}/plan.json; --write puts this one in its place"
     ) in " ".join(result.stdout.split())
     omnibal("plan", config, "--out", tmp_path / "mine.json", *what_if)
-    omnibal("plan", config, "--cluster", "4xH100-80GB")
+    asked = Plan.load(run / "plan.json").predicted.samples_per_step
+    other = json.loads(omnibal("plan", config, "--cluster", "8xH100-80GB", "--json").stdout)
+    assert other["plan"]["made_from"]["request"]["global_batch"] == round(asked)  # steps as large as under its plan
     assert (config.read_text(), contents(run)) == (text, before)
     assert ModelProfile.load(run / "what-if" / "profile.json").is_of(Cluster.parse("H100-80GB").device)
     assert Plan.load(tmp_path / "mine.json").cluster == Cluster.parse("2x8xH100-80GB")
