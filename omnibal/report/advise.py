@@ -92,9 +92,6 @@ class Report:
         word = "" if packs else ": leave its packs out" if gain.factor < 1 else ": less than the estimate's error"
         return f"omnibal over {BEST}: {gain}x{word}"
 
-    def lines(self) -> list[str]:
-        return self.findings() + self.to_paste()
-
     def findings(self) -> list[str]:
         advice, today, asked = self.advice, self.advice.today, self.question
         found = [

@@ -118,7 +118,7 @@ def write_page(path: Path, *, plan: PlanPart | None, run: Metrics | None) -> Non
     # Pictures are drawn into a folder that goes; the page holds their bytes.
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        sections = [] if plan is None else _plan_sections(plan, folder)
+        sections = [] if plan is None else [of(plan, folder) for of in (_imbalance, _data, _stages, _timeline, _gain)]
         if run is not None:
             sections.append(_measured(run, folder))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,10 +136,6 @@ def _lead(plan: PlanPart | None, run: Metrics | None) -> str:
     if run is not None:
         parts.append(f"{len(run.steps):,} steps were measured on {run.devices}.")
     return " ".join(parts)
-
-
-def _plan_sections(part: PlanPart, folder: Path) -> list[str]:
-    return [_imbalance(part, folder), _data(part, folder), _stages(part, folder), _timeline(part, folder), _gain(part)]
 
 
 def _imbalance(part: PlanPart, folder: Path) -> str:
@@ -246,7 +242,7 @@ def _timeline(part: PlanPart, folder: Path) -> str:
     )
 
 
-def _gain(part: PlanPart) -> str:
+def _gain(part: PlanPart, _: Path) -> str:
     first = part.variants[0]
     rows = [
         (variant.name, milliseconds(variant.step_seconds), f"{variant.samples_per_step:,.0f}",

@@ -84,15 +84,14 @@ def test_text_alone_leaves_units_no_encoder(omnibal, advised, planned):
         assert useful_seconds(layouts, "spread") == pytest.approx(useful_seconds(layouts, "pipeline"), rel=1e-6)
 
 
-def test_measured_costs_weigh_all_but_tensor_ranks(omnibal, advised, planned, demo, ds_config, tmp_path):
+def test_measured_costs_weigh_all_but_tensor_ranks(omnibal, advised, planned, ds_config, tmp_path):
     file = tmp_path / "measured.json"
-    omnibal("profile", demo.model, file, "--measure", "--dtype", "float32", "--limits", "4,300")
+    omnibal("profile", ds_config(), file, "--measure", "--limits", "4,300")
     profile = ModelProfile.load(file)
     record = json.loads(cluster_of(2))
     cluster = record | {"device": record["device"] | {"name": profile.device}}
     layouts = advised(omnibal, "--profile", file, cluster=json.dumps(cluster))
     assert layouts["missing_bytes"] == {"tensor": 0} and layouts["not_weighed"][0] == MEASURED
-    (tmp_path / "run").mkdir()
     profile.save(tmp_path / "run" / "profile.json")
     layouts = planned(omnibal, cluster=cluster)
     assert layouts["missing_bytes"] == {"tensor": 0} and layouts["not_weighed"][0] == MEASURED

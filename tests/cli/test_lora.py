@@ -14,7 +14,8 @@ def test_a_plan_counts_adapters_only(omnibal, ds_config, tmp_path):
     whole = ModelProfile.load(tmp_path / "run" / "profile.json")
     said = omnibal("plan", ds_config(model={"lora": {"rank": 2}}), "--num-stages", 2).stderr
     assert "profile.json is made anew: profile must fit this run, got sizes of" in said
-    plan, profile = Plan.load(tmp_path / "run" / "plan.json"), ModelProfile.load(tmp_path / "run" / "profile.json")
+    plan = Plan.load(tmp_path / "run" / "what-if" / "plan.json")
+    profile = ModelProfile.load(tmp_path / "run" / "profile.json")
     assert plan.made_from["adapters"] == profile.adapter_parameters > 0 == whole.adapter_parameters
     optimizer = [sum(layer.optimizer_bytes for layer in made.layers) for made in (profile, whole)]
     assert optimizer[0] == 8 * profile.adapter_parameters < 0.2 * optimizer[1]  # two moments in float32
