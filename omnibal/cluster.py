@@ -76,8 +76,6 @@ def check_zero_stage(zero_stage: int) -> None:
 
 
 class PipelinePosition(NamedTuple):
-    """Where a rank stands in a `Layout`."""
-
     stage: int
     replica: int
     tensor: int = 0
@@ -195,7 +193,6 @@ class Layout:
 
     @property
     def has_tensor_ranks(self) -> bool:
-        """Whether devices share layers, of the encoder or of the language model."""
         return max(self.num_tensor, 1 if self.encoder is None else self.encoder.num_tensor) > 1
 
     @property
@@ -206,7 +203,6 @@ class Layout:
 
     @property
     def is_spread(self) -> bool:
-        """Whether the whole encoder is on all devices."""
         return self.encoder is not None and self.encoder.placement == "spread"
 
     @property
@@ -236,13 +232,11 @@ class Layout:
         return replace(self, num_replicas=num_replicas, num_tensor=num_tensor, encoder=None)
 
     def shape(self, stage: int) -> tuple[int, int]:
-        """Replicas and tensor ranks of a stage."""
         if self.encoder is not None and stage < self.encoder_stages:
             return self.encoder.num_replicas, self.encoder.num_tensor
         return self.num_replicas, self.num_tensor
 
     def ranks(self, stage: int) -> range:
-        """The global ranks of a stage."""
         return range(*self._first_ranks[stage : stage + 2])
 
     @cached_property
@@ -259,11 +253,9 @@ class Layout:
         return self.zero_stage == 1 if self.accumulate_float32 is None else self.accumulate_float32
 
     def rank(self, stage: int, replica: int, tensor: int = 0) -> int:
-        """The global rank of a position."""
         return self._first_ranks[stage] + replica * self.shape(stage)[1] + tensor
 
     def position(self, rank: int) -> PipelinePosition:
-        """The position of a global rank."""
         if not 0 <= rank < self.num_devices:
             raise ConfigError(f"rank must be below the layout's {self.num_devices} devices, got {rank}")
         first_ranks = self._first_ranks
@@ -433,7 +425,6 @@ reduce_bandwidth_bytes_per_second=300000000000.0, latency_seconds=0.0))
         return tuple(memory - self.overhead_bytes for memory in self.stage_memory_bytes(layout))
 
     def check(self, layout: Layout) -> None:
-        """Refuse a layout of more devices than the cluster has."""
         if layout.num_devices > self.num_devices:
             raise ConfigError(
                 f"layout must have at most the {self.num_devices} devices of {self}, got {layout.num_devices}: {layout}"
@@ -457,7 +448,6 @@ reduce_bandwidth_bytes_per_second=300000000000.0, latency_seconds=0.0))
 
 
 def _neighbours(layout: Layout) -> Iterator[tuple[int, int]]:
-    """Pairs of ranks that pass micro-batches to each other."""
     for stage in range(layout.num_stages - 1):
         (upper, own), (lower, behind) = layout.shape(stage), layout.shape(stage + 1)
         for replica in range(max(upper, lower)):

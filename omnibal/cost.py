@@ -90,15 +90,12 @@ class Load:
         return self.llm_tokens.shape
 
     def ravel(self) -> Load:
-        """The micro-batches along one axis."""
         return Load(*(getattr(self, name).ravel() for name in _SIZES))
 
     def reshape(self, shape: tuple[int, ...]) -> Load:
-        """The micro-batches in another shape."""
         return Load(*(getattr(self, name).reshape(shape) for name in _SIZES))
 
     def mean(self) -> Load:
-        """One micro-batch that holds the mean of all."""
         return Load(*(getattr(self, name).mean() for name in _SIZES))
 
     def max(self) -> Load:

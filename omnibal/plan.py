@@ -195,7 +195,6 @@ class Plan:
             raise ConfigError(f"num_tensor of layout must be the profile's {profile.num_tensor}, got {language}")
 
     def to_record(self) -> dict[str, Any]:
-        """The plan as JSON values."""
         return {
             "version": VERSION,
             "cluster": None if self.cluster is None else asdict(self.cluster),

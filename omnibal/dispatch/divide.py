@@ -94,7 +94,6 @@ def divide(
 def _limited(
     columns: FloatArray, num_ranks: int, sizes: npt.ArrayLike | None, limits: npt.ArrayLike | None
 ) -> tuple[FloatArray, FloatArray]:
-    """What samples take of the limits, and the limits."""
     most = np.zeros(0) if limits is None else _numbers("limits", limits, dimensions=(1,))
     if sizes is None:
         taken = columns if limits is not None else np.zeros((len(columns), 0))

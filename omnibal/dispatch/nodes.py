@@ -7,7 +7,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 from scipy.sparse import csr_array
 
-from omnibal.compiled import compiled
+from omnibal.compiled import compiled, compiled_part
 from omnibal.cost import FloatArray, IntArray
 from omnibal.errors import ConfigError
 
@@ -188,7 +188,7 @@ def _relieve(
     node_of[:] = best
 
 
-@compiled
+@compiled_part
 def _growth(change: FloatArray, sent: FloatArray, here: np.int64, there: np.int64, scale: float) -> tuple[float, float]:
     """How much Σ (sent / scale)¹⁶ grows by a change on two nodes, and the most that one of their ranks sends then."""
     growth, largest, ranks_per_node = 0.0, 0.0, change.shape[1]
@@ -201,7 +201,7 @@ def _growth(change: FloatArray, sent: FloatArray, here: np.int64, there: np.int6
     return growth, largest
 
 
-@compiled
+@compiled_part
 def _power(share: float) -> float:
     """share¹⁶: large enough that the largest rank decides, small enough that the next ones count."""
     square = share * share
@@ -210,7 +210,7 @@ def _power(share: float) -> float:
     return eighth * eighth
 
 
-@compiled
+@compiled_part
 def _write_change(
     change: FloatArray,
     come: np.int64,

@@ -53,7 +53,6 @@ class Rearrangement:
 
     @property
     def is_still(self) -> bool:
-        """Whether every sample stays on its rank."""
         return np.array_equal(self.source, self.destination)
 
     def held_by(self, rank: int) -> IntArray:

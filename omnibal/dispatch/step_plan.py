@@ -33,7 +33,6 @@ def columns(encoders: Sequence[str]) -> tuple[str, ...]:
 
 
 def phase_name(phase: str) -> str:
-    """The phase in words."""
     return "LLM" if phase == "llm" else f"{phase} encoder"
 
 
@@ -248,7 +247,6 @@ class _Phase:
         return self.told.cost(Load(**sums | {self.squared: rows * longest**2}))
 
     def _rows(self, move: Rearrangement) -> tuple[FloatArray, FloatArray]:
-        """Rows of each rank, and the longest of them, (num_ranks,)."""
         longest = np.zeros(move.num_ranks)
         np.maximum.at(longest, move.destination, self.volumes)
         return np.bincount(move.destination, self.volumes > 0, move.num_ranks).astype(np.float64), longest
@@ -263,7 +261,6 @@ class _Phase:
         return self.largest(move) / mean if mean else 1.0
 
     def fits(self, move: Rearrangement) -> bool:
-        """Whether no rank is over the limit, once samples have moved."""
         if self.told.limit is None:
             return True
         if self.told.method == "padded":

@@ -153,7 +153,6 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        """The peak."""
         return sum(asdict(self).values())
 
 
@@ -248,7 +247,6 @@ class Footprint:
         return self.schedule.in_flight[stage] * int(kept.sum()), int((transient - freed).max())
 
     def stage(self, stage: int, layers: range, levels: Sequence[Level]) -> StageMemory:
-        """The memory of one stage, with a level for each of its layers."""
         a, b = layers.start, layers.stop
         activations, passing = self.passing_bytes(stage, layers, levels)
         needed = max(passing, int(self.update_bytes(stage)[a, b]) - activations)

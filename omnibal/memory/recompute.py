@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from omnibal.compiled import compiled
+from omnibal.compiled import compiled, compiled_part
 from omnibal.cost import FloatArray, IntArray, Load
 from omnibal.errors import InfeasibleError, bytes_in_words
 from omnibal.families.base import encoder_layers
@@ -250,7 +250,7 @@ def extend(
     return frontier
 
 
-@compiled
+@compiled_part
 def _is_dominated(stairs: IntArray, num_stairs: int, kept: int, peak: int) -> bool:
     dominated = False  # no early exit, so that the compiler can compare several stairs at once
     for stair in range(num_stairs):
@@ -258,7 +258,7 @@ def _is_dominated(stairs: IntArray, num_stairs: int, kept: int, peak: int) -> bo
     return dominated
 
 
-@compiled
+@compiled_part
 def _add_stair(stairs: IntArray, num_stairs: int, kept: int, peak: int) -> int:
     left = 0  # the stairs that the new point is below in both are dropped
     for stair in range(num_stairs):

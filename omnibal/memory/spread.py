@@ -34,7 +34,6 @@ class SpreadFootprint:
 
     @cached_property
     def language(self) -> Footprint:
-        """The LLM's stages by themselves."""
         return Footprint(
             split_profile(self.profile)[1], self.load, self.schedule, self.layout.parts[1], self.overhead_bytes
         )
@@ -47,7 +46,6 @@ class SpreadFootprint:
 
     @property
     def border(self) -> int:
-        """The number of the encoder's layers."""
         return len(self.encoder.profile.layers)
 
     @property

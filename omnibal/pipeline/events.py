@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from omnibal.compiled import compiled
+from omnibal.compiled import compiled, compiled_part
 from omnibal.cost import FloatArray, IntArray
 from omnibal.pipeline.schedule import Operation, Table
 from omnibal.pipeline.times import StepTimes
@@ -31,17 +31,17 @@ def run_table(
     operations, micro_batches, lengths, stages, before, behind = table
     num_rows = len(lengths)
     # When a row has ended its last instruction, and when the links from it are free.
-    clock, down, up = np.zeros((3, num_rows))
+    clock, down, up = np.zeros(num_rows), np.zeros(num_rows), np.zeros(num_rows)
     done = np.zeros(num_rows, dtype=np.int64)  # instructions that a row has run
-    # When a micro-batch's activation and its gradient arrive at each row.
-    activation, gradient = np.empty((2, 0 if blocking else len(before), num_rows))
+    count = 0 if blocking else len(before)  # of micro-batches whose activations and gradients arrive at rows
+    activation, gradient = np.empty((count, num_rows)), np.empty((count, num_rows))
     _write_first_arrivals(before, activation)
     _write_first_arrivals(behind, gradient)
     # Visit the rows in turn. Each one runs until it meets a transfer whose other side has not come to it, or an input
     # that has not been sent. A round in which no row ran anything is the end of the step, or a deadlock.
-    going_on = True
+    going_on, is_waiting = True, False
     while going_on:
-        going_on = False
+        going_on, is_waiting = False, False
         for row in range(num_rows):
             stage = stages[row]
             while done[row] < lengths[row]:
@@ -75,10 +75,11 @@ def run_table(
                         up[row] = gradient[m, sender] = max(clock[row], up[row]) + transfers[m, stages[sender]]
                 done[row] += 1
                 going_on = True
-    return bool(done.sum() == lengths.sum())
+            is_waiting |= done[row] < lengths[row]
+    return not is_waiting
 
 
-@compiled
+@compiled_part
 def _write_first_arrivals(neighbours: IntArray, arrivals: FloatArray) -> None:
     # Infinity until the sender has run. The first stage's pixels are there from the beginning, and so is the gradient
     # of the last stage's loss.
@@ -131,7 +132,7 @@ def run_steps(
     return result
 
 
-@compiled
+@compiled_part
 def _write_seconds(
     times: StepTimes, replica: int, boundaries: IntArray, seconds: FloatArray, transfers: FloatArray
 ) -> None:
@@ -149,7 +150,7 @@ def _write_seconds(
             transfers[m, stage] = times.crossing[replica, m, last]
 
 
-@compiled
+@compiled_part
 def _write_release(
     times: StepTimes, replica: int, boundaries: IntArray, table: Table, head_start: float, release: FloatArray
 ) -> None:
@@ -166,7 +167,7 @@ def _write_release(
         release[row] = max(release[row] - head_start, 0.0)
 
 
-@compiled
+@compiled_part
 def _raise_ready(
     times: StepTimes, replica: int, boundaries: IntArray, table: Table, starts: FloatArray, ready: FloatArray
 ) -> None:
@@ -175,7 +176,7 @@ def _raise_ready(
     for row in range(len(table.lengths)):
         # Find the row's last BW or W, and walk through its layers from the last to the first.
         position = table.lengths[row] - 1
-        while position >= 0 and table.operations[row, position] not in (_BW, _W):
+        while position >= 0 and table.operations[row, position] in (_F, _B):
             position -= 1
         if position < 0:
             continue
@@ -188,7 +189,7 @@ def _raise_ready(
             ready[layer] = max(ready[layer], clock)
 
 
-@compiled
+@compiled_part
 def _write_reduced(times: StepTimes, boundaries: IntArray, ready: FloatArray, reduced: FloatArray) -> None:
     # A stage's reductions run one after another, from its last layer on: each starts when the layer is ready and the
     # one before it has ended.

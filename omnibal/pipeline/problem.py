@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from omnibal.compiled import compiled
+from omnibal.compiled import compiled, compiled_part
 from omnibal.cost import FloatArray, IntArray
 from omnibal.families.base import encoder_layers
 from omnibal.pipeline.events import run_steps
@@ -88,7 +88,6 @@ class PartitionProblem:
 
     @cached_property
     def _step_bounds(self) -> list[FloatArray]:
-        """`stage_bounds` of each step."""
         if self.schedule.replicas:
             return [self._unit_bounds(step) for step in range(self.num_steps)]
         of_steps = np.split(np.arange(len(self.times.forward)), self.num_steps)
@@ -96,7 +95,6 @@ class PartitionProblem:
         return [stage_bounds(self.times, replicas, self.schedule, self.mode, front) for replicas in of_steps]
 
     def _unit_bounds(self, step: int) -> FloatArray:
-        """Bounds of a step of units, by possible stage."""
         # A replica's stage waits until its first micro-batch has passed all layers before it, and computes all of its
         # micro-batches; under 1F1B the last one's gradient then passes all layers before it, too. In between, each
         # micro-batch passes all layers behind the stage, there and back: with few of them the stage waits for that.
@@ -135,7 +133,6 @@ class PartitionProblem:
 
     @cached_property
     def mean(self) -> MeanSeconds:
-        """What an average micro-batch takes."""
         times = self.times
         stage = differences((times.forward + times.backward + times.weight).mean(axis=(0, 1)))
         by_stage = np.stack([stage] * self.num_stages)
@@ -180,8 +177,6 @@ def differences(sums: FloatArray) -> FloatArray:
 
 
 class _Seen(NamedTuple):
-    """A step as one stage sees it."""
-
     # The stage's operations, in order, and the micro-batch of each:
     operations: NDArray[np.int8]
     micro_batches: NDArray[np.int32]
@@ -276,7 +271,7 @@ def _bound_all(seen: _Seen, reduce: FloatArray, stages_around: tuple[int, int], 
     return result
 
 
-@compiled
+@compiled_part
 def _bound(seen: _Seen, layers: tuple[int, int], blocking: bool, scratch: FloatArray) -> tuple[float, float, float]:
     """Least times at which the last backward pass to the weights starts and ends, and at which all stages end."""
     # The stage holds layers a to b - 1 and runs its operations one after another.

@@ -34,8 +34,6 @@ class Candidate:
 
 @dataclass(frozen=True)
 class PartitionSearch:
-    """What a search found."""
-
     method: str
     candidates: tuple[Candidate, ...]
     """Best first, at least one."""
@@ -44,7 +42,6 @@ class PartitionSearch:
 
     @property
     def best(self) -> Candidate:
-        """The fastest candidate."""
         return self.candidates[0]
 
     @property

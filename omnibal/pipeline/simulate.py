@@ -63,7 +63,6 @@ class Simulation:
 
     @property
     def stage_rows(self) -> list[list[int]]:
-        """The rows of each stage."""
         stages = self.table.stages
         return [np.flatnonzero(stages == stage).tolist() for stage in range(stages.max() + 1)]
 

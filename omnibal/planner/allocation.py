@@ -155,7 +155,6 @@ def allocate(
 
 
 def _backbone_index(modules: Sequence[ModuleCost], backbone: str, tried: Sequence[int], virtual_stages: int) -> int:
-    """Which of the modules is the backbone, once they are checked."""
     names = [module.name for module in modules]
     if len(set(names)) < len(names) or backbone not in names:
         raise ConfigError(f"modules must have names of their own, {backbone!r} among them, got {', '.join(names)}")
@@ -305,7 +304,6 @@ class _AllocationProblem:
         ]
 
     def _fit(self, grid: Sequence[_Choices], stages: Sequence[FloatArray]) -> NDArray[np.bool_]:
-        """Whether these stages are no more than there are devices and layers."""
         fit: NDArray[np.bool_] = np.less_equal(
             sum(one.group * count for one, count in zip(grid, stages, strict=True)), self.num_devices
         )
@@ -316,7 +314,6 @@ class _AllocationProblem:
     def _seconds(
         self, grid: Sequence[_Choices], slowest: FloatArray, micro_batches: int
     ) -> tuple[FloatArray, FloatArray]:
-        """Warm-up and steady state of a step."""
         warm_up: FloatArray = sum((one.warm_up for one in grid), np.zeros(()))
         return warm_up / self.virtual_stages, (micro_batches - 1 / self.virtual_stages) * slowest
 

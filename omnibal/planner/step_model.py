@@ -74,7 +74,6 @@ class StepCosts:
         )  # fmt: skip
 
     def times_at(self, levels: tuple[Level, ...]) -> StepTimes:
-        """`times` with backward passes that recompute at these levels."""
         if set(levels) == {"none"}:
             return self.times
         columns = [LEVELS.index(level) for level in levels]
@@ -193,7 +192,6 @@ class StepModel:
         return np.array([self._fitting_seconds(boundaries) for boundaries in partitions])
 
     def bound(self, partitions: IntArray) -> FloatArray:
-        """Lower bounds of `evaluate`, of the same shapes."""
         # The slowest stage is busy with every micro-batch of the step.
         busy = self.busy_seconds[np.arange(self.num_stages), partitions[:, :-1], partitions[:, 1:]].max(axis=1)
         bound: FloatArray = np.maximum(busy, self.problem.bound(partitions))

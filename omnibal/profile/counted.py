@@ -202,8 +202,6 @@ class _Work:
 
 
 class _Unit:
-    """What operations, bytes and sums take on the devices that share a layer."""
-
     def __init__(self, device: Device, element_bytes: int, degree: int) -> None:
         if device.flops_per_second is None or device.memory_bytes_per_second is None:
             raise ConfigError(
@@ -295,7 +293,6 @@ def _trained_shares(record: LayerRecord, trained: int) -> tuple[float, float]:
 
 
 def _carried(sizes: Mapping[str, int]) -> CostModel:
-    """Elements that pass on beside hidden states."""
     if not sizes.get("carried"):
         return CostModel()
     return CostModel(vision_units=sizes["carried"] * sizes["carried_hidden"] * _image_tokens(sizes))

@@ -257,7 +257,6 @@ class ModelProfile:
 
     @property
     def frozen_front(self) -> int:
-        """How many layers come before the first one that is trained."""
         # No gradient passes the layers before the first trained one.
         trained = (index for index, layer in enumerate(self.layers) if layer.trainable)
         return next(trained, len(self.layers))
@@ -314,7 +313,6 @@ class ModelProfile:
             raise ConfigError(f"profile must fit this run, got {'; '.join(differences)}; make the profile again")
 
     def save(self, path: str | Path) -> None:
-        """Write the profile as JSON, equal neighbours as one entry with several names."""
         content = self._content()
         Path(path).write_text(json.dumps({**content, "hash": _hash(content)}, indent=1) + "\n")
 
