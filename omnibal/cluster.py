@@ -418,7 +418,9 @@ reduce_bandwidth_bytes_per_second=300000000000.0, latency_seconds=0.0))
     def stage_memory_bytes(self, layout: Layout) -> tuple[int, ...]:
         """What every device of each stage has at least."""
         self.check(layout)
-        return tuple(min(map(self._memory_of, layout.ranks(stage))) for stage in range(layout.num_stages))
+        given = self.device.memory_bytes if self.memory_bytes is None else self.memory_bytes
+        of_ranks = given if isinstance(given, tuple) else (given,) * layout.num_devices
+        return tuple(int(min(of_ranks[rank] for rank in layout.ranks(stage))) for stage in range(layout.num_stages))
 
     def allocatable_bytes(self, layout: Layout) -> tuple[int, ...]:
         """What tensors may take on every device of each stage at least: its memory without the overhead."""
@@ -438,10 +440,6 @@ reduce_bandwidth_bytes_per_second=300000000000.0, latency_seconds=0.0))
         """Bytes a second from a device to another one of its node, or of another node."""
         within = self.device.link_bytes_per_second
         return min(within, self._between_nodes or within) if across_nodes else within
-
-    def _memory_of(self, rank: int) -> int:
-        given = self.device.memory_bytes if self.memory_bytes is None else self.memory_bytes
-        return int(given[rank] if isinstance(given, tuple) else given)
 
     def _node(self, rank: int) -> int:
         return rank // self.devices_per_node

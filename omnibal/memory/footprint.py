@@ -271,7 +271,8 @@ class Footprint:
 
     @cached_property
     def _saved(self) -> IntArray:
-        return np.array([[self._saved_at(layer, level) for level in LEVELS] for layer in self.profile.layers])
+        costs = [[layer.saved_bytes.get(level) for level in LEVELS] for layer in self.profile.layers]
+        return np.array([[NOT_OFFERED if cost is None else self._bytes(cost) for cost in row] for row in costs])
 
     @cached_property
     def _transient(self) -> IntArray:
@@ -304,9 +305,6 @@ class Footprint:
         # Of micro-batches before the one that runs backward.
         waiting: IntArray = max(self.schedule.pending_weights[stage] - 1, 0) * self._pending
         return waiting
-
-    def _saved_at(self, layer: LayerCost, level: Level) -> int:
-        return self._bytes(layer.saved_bytes[level]) if level in layer.saved_bytes else NOT_OFFERED
 
     def _bytes(self, model: CostModel) -> int:
         return int(np.ceil(model(self.load)))

@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omnibal.compiled import compiled, compiled_part
-from omnibal.cost import FloatArray, IntArray, Load
+from omnibal.cost import CostModel, FloatArray, IntArray, Load
 from omnibal.errors import InfeasibleError, bytes_in_words
 from omnibal.families.base import encoder_layers
 from omnibal.memory.footprint import NOT_OFFERED, Footprint
-from omnibal.profile.records import LEVELS, LayerCost, Level, ModelProfile
+from omnibal.profile.records import LEVELS, Level, ModelProfile
 
 _PICOSECONDS = 1e12  # times as whole numbers, so that sums in any order are equal
 # Rows of a frontier, an array of (5, points) in the order of the points' time:
@@ -110,7 +110,8 @@ def least_bytes(kept: IntArray, transient: IntArray, *, held: int = 1, least_tra
 def recompute_seconds(profile: ModelProfile, loads: Load) -> FloatArray:
     """What each level adds to a backward pass on average over micro-batches, shape (layers, levels)."""
     # Levels that a layer does not offer cost nothing here, and NOT_OFFERED bytes in the footprint.
-    mean = np.array([[_seconds(layer, level, loads) for level in LEVELS] for layer in profile.layers])
+    costs = [[layer.recompute_seconds.get(level, CostModel()) for level in LEVELS] for layer in profile.layers]
+    mean = np.array([[float(cost(loads).mean()) for cost in row] for row in costs])
     # No backward pass reaches the layers before the first trained one.
     mean[: profile.frozen_front] = 0
     return mean
@@ -118,10 +119,6 @@ def recompute_seconds(profile: ModelProfile, loads: Load) -> FloatArray:
 
 def picoseconds(seconds: FloatArray) -> IntArray:
     return np.rint(seconds * _PICOSECONDS).astype(np.int64)
-
-
-def _seconds(layer: LayerCost, level: Level, loads: Load) -> float:
-    return float(layer.recompute_seconds[level](loads).mean()) if level in layer.recompute_seconds else 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,12 +160,8 @@ class StageTable:
         return best, least
 
     @property
-    def _shape(self) -> tuple[int, int]:
-        return self.footprint.schedule.num_stages, len(self.footprint.profile.layers) + 1
-
-    @property
     def _stages(self) -> range:
-        return range(self._shape[0])
+        return range(self.footprint.schedule.num_stages)
 
     def _budget_beside_fixed(self, stage: int) -> IntArray:
         beside: IntArray = self.budget_bytes[stage] - self.footprint.fixed_bytes(stage)
@@ -183,7 +176,7 @@ class StageTable:
     def _is_stage(self, stage: int) -> NDArray[np.bool_]:
         # Entries [a, b] that leave every other stage of its part a layer. A pipeline is one part; where encoder and LLM
         # have devices of their own, each is one.
-        num_stages, size = self._shape
+        num_stages, size = len(self._stages), len(self.footprint.profile.layers) + 1
         a, b = np.arange(size)[:, None], np.arange(size)[None, :]
         first, last, start, end = 0, num_stages - 1, 0, size - 1
         if self.footprint.layout.has_units:

@@ -176,7 +176,7 @@ def _raise_ready(
     for row in range(len(table.lengths)):
         # Find the row's last BW or W, and walk through its layers from the last to the first.
         position = table.lengths[row] - 1
-        while position >= 0 and table.operations[row, position] in (_F, _B):
+        while position >= 0 and table.operations[row, position] not in (_BW, _W):
             position -= 1
         if position < 0:
             continue

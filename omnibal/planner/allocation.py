@@ -101,7 +101,6 @@ def allocate(
     backbone: str = "language",
     degrees: Iterable[int] = (1, 2, 4, 8),
     replicas: Iterable[int] | None = None,
-    virtual_stages: int = 1,
     most: int = 10,
 ) -> list[Allocation]:
     """The fastest ways to give modules devices of their own, best first.
@@ -109,8 +108,8 @@ def allocate(
     The backbone's d replicas take a sample each in a micro-batch, so that a step has m = global_batch / d of them.
     With n = t · r · stages devices (tensor degree t, replicas r) for a module of C seconds per sample in all,
 
-        warm_up = Σ ⌈d / r⌉ · C / virtual_stages
-        steady = (m − 1 / virtual_stages) · max(d · t · C / n)
+        warm_up = Σ ⌈d / r⌉ · C
+        steady = (m − 1) · max(d · t · C / n)
         bytes on a device of the first stage = (r · P + S + L · max(r, d · q)) / n
 
     for P bytes of parameters and gradients, S of optimizer state, L of a sample's activations and q micro-batches in
@@ -122,7 +121,6 @@ def allocate(
         device_memory_bytes: What a device may hold of parameters, gradients, optimizer state and activations.
         degrees: Tensor degrees to try; at most the devices of a node, where tensor ranks must not cross nodes.
         replicas: Numbers of replicas to try; by default all divisors of the global batch. Others round m up.
-        virtual_stages: Parts of each stage under interleaved 1F1B, whose activations are counted as those of 1F1B.
 
     Raises:
         ConfigError: An argument is out of range.
@@ -144,25 +142,22 @@ def allocate(
         raise ConfigError(f"device_memory_bytes must be positive, got {device_memory_bytes!r}")
     problem = _AllocationProblem(
         tuple(modules),
-        _backbone_index(modules, backbone, tried, virtual_stages),
+        _backbone_index(modules, backbone, tried),
         integer("num_devices", num_devices, 1),
         integer("global_batch", global_batch, 1),
         tuple(tried),
         None if replicas is None else tuple(replicas),
-        integer("virtual_stages", virtual_stages, 1),
     )
     return problem.best(device_memory_bytes, integer("most", most, 1)) or problem.refuse(device_memory_bytes)
 
 
-def _backbone_index(modules: Sequence[ModuleCost], backbone: str, tried: Sequence[int], virtual_stages: int) -> int:
+def _backbone_index(modules: Sequence[ModuleCost], backbone: str, tried: Sequence[int]) -> int:
     names = [module.name for module in modules]
     if len(set(names)) < len(names) or backbone not in names:
         raise ConfigError(f"modules must have names of their own, {backbone!r} among them, got {', '.join(names)}")
     for module in modules:
         if not set(tried) & set(module.forward_seconds):
             raise ConfigError(f"forward_seconds of {module.name} must have one of the degrees {tried}, got none")
-        if module.num_layers is not None:
-            integer("virtual_stages", virtual_stages, 1, module.num_layers)
     return names.index(backbone)
 
 
@@ -192,7 +187,6 @@ class _AllocationProblem:
     global_batch: int
     degrees: tuple[int, ...]
     replicas: tuple[int, ...] | None
-    virtual_stages: int
 
     def best(self, memory: float, most: int) -> list[Allocation]:
         found: list[Allocation] = []
@@ -246,7 +240,7 @@ class _AllocationProblem:
                 degrees = [degree for degree in self.degrees if degree in module.forward_seconds]
                 t, r = (part.ravel() for part in np.meshgrid(degrees, [d] if axis == self.backbone else others))
                 seconds = (1 + module.backward_ratio) * np.array([module.forward_seconds[degree] for degree in t])
-                most_stages = module.num_layers // self.virtual_stages if module.num_layers else self.num_devices
+                most_stages = module.num_layers or self.num_devices
                 kept = float(d * module.activation_bytes * (module.backward_ratio > 0))
                 choices = _Choices(
                     replicas=r,
@@ -315,7 +309,7 @@ class _AllocationProblem:
         self, grid: Sequence[_Choices], slowest: FloatArray, micro_batches: int
     ) -> tuple[FloatArray, FloatArray]:
         warm_up: FloatArray = sum((one.warm_up for one in grid), np.zeros(()))
-        return warm_up / self.virtual_stages, (micro_batches - 1 / self.virtual_stages) * slowest
+        return warm_up, (micro_batches - 1) * slowest
 
 
 def _least_stages(grid: Sequence[_Choices], slowest: FloatArray | float, memory: float) -> list[FloatArray]:

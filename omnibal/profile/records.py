@@ -339,6 +339,7 @@ class ModelProfile:
     def _content(self, version: int = VERSION) -> dict[str, Any]:
         # Most layers of a model cost the same: equal neighbours are one entry with several names.
         groups = [list(group) for _, group in groupby(self.layers, key=lambda layer: replace(layer, name=""))]
+        names = [known.name for known in fields(LayerCost) if known.name != "name"]
         return {
             "version": version,
             "device": self.device,
@@ -346,7 +347,11 @@ class ModelProfile:
             "tensor_parallel": self.num_tensor if version == _OF_ONE_DEGREE else dict(self.tensor_parallel),
             "versions": dict(self.versions),
             **({} if self.frozen is None else {"frozen": list(self.frozen)}),
-            "layers": [{"names": [layer.name for layer in group], **_layer_content(group[0])} for group in groups],
+            "layers": [
+                {"names": [layer.name for layer in group]}
+                | {name: _json_value(getattr(group[0], name)) for name in names}
+                for group in groups
+            ],
         }
 
 
@@ -369,10 +374,6 @@ class _ProfileFile(Record):
     frozen: tuple[str, ...] | None = None
     layers: tuple[_LayersRecord, ...]
     hash: str
-
-
-def _layer_content(layer: LayerCost) -> dict[str, Any]:
-    return {known.name: _json_value(getattr(layer, known.name)) for known in fields(layer) if known.name != "name"}
 
 
 def _json_value(value: Any) -> Any:

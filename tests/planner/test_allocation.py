@@ -31,13 +31,13 @@ def devices(allocation):
     return {name: unit.num_devices for name, unit in allocation.units.items()}
 
 
-def exhaustive(modules, num_devices, *, global_batch, device_memory_bytes, degrees=(1, 2, 4, 8), virtual_stages=1):
+def exhaustive(modules, num_devices, *, global_batch, device_memory_bytes, degrees=(1, 2, 4, 8)):
     """Seconds of the fastest stages for every combination of degrees and replicas that fits, best first."""
     fastest = {}
     divisors = [r for r in range(1, num_devices + 1) if global_batch % r == 0]
 
     def units(module, free, replicas):
-        most = num_devices if module.num_layers is None else module.num_layers // virtual_stages
+        most = num_devices if module.num_layers is None else module.num_layers
         for t, r in itertools.product(set(degrees) & set(module.forward_seconds), replicas):
             for stages in range(1, min(free // (t * r), most) + 1):
                 yield ParallelismUnit(stages, r, t, 0)
@@ -62,9 +62,9 @@ def exhaustive(modules, num_devices, *, global_batch, device_memory_bytes, degre
                 (unit, (1 + module.backward_ratio) * module.forward_seconds[unit.num_tensor])
                 for unit, module in zip(found, modules, strict=True)
             ]
-            warm_up = sum(math.ceil(d / unit.num_replicas) * seconds for unit, seconds in pairs) / virtual_stages
+            warm_up = sum(math.ceil(d / unit.num_replicas) * seconds for unit, seconds in pairs)
             slowest = max(d * unit.num_tensor * seconds / unit.num_devices for unit, seconds in pairs)
-            seconds = warm_up + (global_batch // d - 1 / virtual_stages) * slowest
+            seconds = warm_up + (global_batch // d - 1) * slowest
             combination = tuple((unit.num_tensor, unit.num_replicas) for unit in found)
             fastest[combination] = min(seconds, fastest.get(combination, math.inf))
     return sorted(fastest.values())
@@ -103,7 +103,6 @@ def check_against_exhaustive(rng, names, most_devices):
     task = {
         "global_batch": int(rng.choice([1, 6, 8, 24])),
         "device_memory_bytes": rng.uniform(20, 150) * GB,
-        "virtual_stages": int(rng.integers(1, 3)),
     }
     num_devices = int(rng.integers(len(names), most_devices + 1))
     expected = exhaustive(modules, num_devices, **task)
@@ -191,16 +190,6 @@ def test_an_encoder_keeps_what_is_in_flight_behind_it():
     assert frozen.units["vision"].memory_bytes == 5 * GB
 
 
-def test_interleaving_divides_the_fill():
-    task = {"global_batch": 8, "device_memory_bytes": 300 * GB, "degrees": (1,)}
-    model = [backbone(forward_seconds={1: 1.0}, parameter_bytes=1000 * GB, num_layers=16)]  # 4 stages, 1 replica
-    plain, halves = (best(model, 4, virtual_stages=parts, **task) for parts in (1, 2))
-    # (m + (stages - 1) / parts) · a stage's 0.75 seconds
-    assert plain.iteration_seconds == pytest.approx(11 * 0.75)
-    assert halves.iteration_seconds == pytest.approx(9.5 * 0.75)
-    assert (plain.warm_up_seconds, halves.warm_up_seconds) == (3.0, 1.5)
-
-
 def test_degrees_are_those_asked_for_and_known():
     assert best([backbone()], 4, degrees=(4, 8)).units["language"].num_tensor == 4
     with pytest.raises(ConfigError, match=r"forward_seconds of language must have one of the degrees \[8\], got none"):
@@ -236,7 +225,6 @@ def test_the_missing_bytes_are_named():
         ({"most": 0}, "most must be at least 1, got 0"),
         ({"device_memory_bytes": 0}, "device_memory_bytes must be positive, got 0"),
         ({"backbone": "lm"}, "modules must have names of their own, 'lm' among them, got vision, language"),
-        ({"virtual_stages": 4}, "virtual_stages must be between 1 and 3, got 4"),
     ],
 )
 def test_what_is_out_of_range_is_refused(changes, message):
