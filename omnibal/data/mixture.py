@@ -99,10 +99,6 @@ class Mixture:
         named = [self.shares, *(knot.shares for knot in self.schedule)]
         return tuple(dict.fromkeys(name for shares in named for name in shares))
 
-    @property
-    def last_change(self) -> int:
-        return self.schedule[-1].step if self.schedule else 0
-
     def shares_at(self, step: npt.ArrayLike) -> FloatArray:
         """Shares at steps of any shape: one more axis of ``sources``, which sums to 1."""
         steps = np.asarray(step, dtype=np.float64)
