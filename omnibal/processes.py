@@ -27,11 +27,8 @@ PROCESSES: Final = Path("/proc")
 
 
 def free_port() -> int:
-    """A port that a launch can take for its processes to meet: launches side by side must not share one.
-
-    It lies below the ports that Linux gives to connections (from 32768): of these, another process may take one before
-    the launch does, seconds later.
-    """
+    """A port that a launch can take for its processes to meet: launches side by side must not share one."""
+    # Linux gives ports from 32768 on to connections: another process may take one of these before the launch does.
     while True:
         port = random.SystemRandom().randrange(20_000, 32_768)
         with socket.socket() as found, suppress(OSError):  # somebody listens there

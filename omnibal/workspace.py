@@ -175,11 +175,9 @@ class Workspace:
     def dataset(
         self, part: Literal["train", "held_out"], cache: Path | None = None, *, measured: bool = False
     ) -> "ConversationDataset":
-        """The section's ``data.train`` or ``data.held_out``.
+        """The section's ``data.train`` or ``data.held_out``; once another process has ``measured`` it, only read.
 
-        Args:
-            cache: Folder of what is measured; by default the one in ``run.output``.
-            measured: Whether another process of the run has measured the samples: they are then only read.
+        ``cache`` is the folder of what is measured, by default the one in ``run.output``.
         """
         from omnibal.formats.conversations import open_dataset
 

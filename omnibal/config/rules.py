@@ -15,13 +15,7 @@ from omnibal.plan import Plan
 
 
 def complete_deepspeed_config(config: dict[str, Any], layout: Layout) -> dict[str, Any]:
-    """Fill in what follows from the pipeline, and refuse what cannot be right under one.
-
-    Returns:
-        A ds_config with the micro-batch size 1 (one pack), the accumulation steps and the train batch size; with
-        bfloat16 gradients summed in float32 (``sums_in_float32``) unless it says otherwise. The number of steps may
-        still be ``"auto"`` in the scheduler: see ``fill_in_steps``.
-    """
+    """Fill in what follows from the pipeline, but ``"auto"`` steps (`fill_in_steps`); refuse what cannot be right."""
     micro_batches = micro_batches_of(config)
     _check_clipping(config, layout)
     _check_writer(config)
@@ -89,9 +83,7 @@ def resolve_plan(
 ) -> Plan:
     """The plan that training follows: the one that the ds_config names, or what its keys spell out.
 
-    Args:
-        lengths: The samples' lengths, from which limits are chosen; None for streams.
-        partition: `partition_of` the same run, where it is known.
+    Limits are chosen from ``lengths``, None for streams; ``partition`` is `partition_of` the run, where it is known.
     """
     pipeline, packing, frozen = section.pipeline, section.packing, section.model.frozen
     micro_batches, parts = micro_batches_of(config, named), check_frozen(records, frozen)
@@ -181,12 +173,9 @@ _BFLOAT16_NAMES = ("bf16", "bfloat16", "torch.bfloat16")
 
 
 def sums_in_float32(config: dict[str, Any]) -> bool:
-    """Whether gradients of a bfloat16 run are summed over a step's micro-batches in float32.
-
-    ``data_types.grad_accum_dtype`` decides; left out, they are under ZeRO stage 1 (under stage 0 DeepSpeed cannot).
-    That takes 4 bytes more a trained parameter. In bfloat16 each sum is rounded to 8 bits: after 32 micro-batches it is
-    off by 0.6 %, after 128 by 1.1 %.
-    """
+    """Whether gradients of a bfloat16 run are summed in float32: by default under ZeRO 1 (under 0 DeepSpeed cannot)."""
+    # That takes 4 bytes more a trained parameter. In bfloat16 each sum is rounded to 8 bits: after 32 micro-batches it
+    # is off by 0.6 %, after 128 by 1.1 %.
     if dtype_of(config) != "bfloat16":
         return False
     given = config.get("data_types", {}).get("grad_accum_dtype")

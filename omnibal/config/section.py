@@ -358,10 +358,7 @@ def read_config(config: str | Path | dict[str, Any]) -> tuple[dict[str, Any], Om
 
 
 def _located(section: OmnibalSection, name: str | None) -> OmnibalSection:
-    """The section with ``run.output`` by the file's name where it is left out, and with the path of an automatic plan.
-
-    A copy of a ds_config under another name thus shares neither folder nor plan with the original.
-    """
+    # A copy of a ds_config under another name shares neither folder nor plan with the original.
     run, pipeline = section.run, section.pipeline
     if name is not None and "output" not in run.model_fields_set:
         run = run.model_copy(update={"output": f"runs/{name}"})

@@ -159,11 +159,8 @@ class CheckpointedEngine(SavingEngine):
     def _check_readable(
         self, checkpoint: Path, layout: dict[str, Any], with_optimizer: bool, is_moved: bool, *, strict: bool
     ) -> tuple[dict[str, Any], SavedStates | None]:
-        """Open what this rank will load; the weights must be those of its layers.
-
-        The result is the position in the data, and the optimizer's state if that ``is_moved`` or has its groups in
-        another order: DeepSpeed reads it only where this rank wrote it.
-        """
+        """The position in the data, and the optimizer's state if it ``is_moved`` or its groups have another order."""
+        # Else DeepSpeed reads the state, which it can where this rank wrote it.
         saved = saved_files.read_manifest(checkpoint)
         for key, value in layout.items():  # or optimizer states would land on other layers
             before = saved.get(key)

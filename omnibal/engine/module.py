@@ -234,10 +234,7 @@ class VlmPipelineModule(PipelineModule):
             self.before_layer(place, payload.hidden)
 
     def _exceeds_plan(self, payload: Payload) -> bool:
-        """Whether the pack is larger than the recompute levels were chosen for: one oversized sample.
-
-        It then recomputes everything: slower than planned, where keeping more than planned might not fit.
-        """
+        """Whether the pack, of one oversized sample, is larger than the recompute levels were chosen for."""
         in_language_model = self.vlm.records[self._local_start].module == "language"  # where tokens decide
         tiles = 0 if in_language_model else len(payload.hidden)
         limits = self.plan.limits

@@ -227,9 +227,8 @@ class _UnderWay(NamedTuple):
 class Reduction:
     """Averages gradients over the ranks that hold a layer, layer by layer from the last one on.
 
-    Each part of a gradient goes to the replica that owns it, or to all if every replica updates it. ``others`` are
-    trained parameters of the stage that are in no layer; ``left`` is the number of layers, the first ones, that have
-    not started.
+    Each part of a gradient goes to the replica that owns it, or to all if every replica updates it. ``others`` are in
+    no layer; the first ``left`` layers have not started.
     """
 
     def __init__(self, sums: Sums, layers: Sequence[SharedLayer], others: SharedLayer, dtype: torch.dtype) -> None:

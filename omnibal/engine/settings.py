@@ -204,9 +204,7 @@ class Settings:
     def check_groups(self, saved: Mapping[str, Any], *, by_name: bool, with_schedule: bool) -> bool:
         """Refuse parameter groups that cannot be told to be those of a checkpoint; whether they have its order.
 
-        Args:
-            by_name: Whether ranks read the optimizer's state by the names of weights, not each its own file.
-            with_schedule: Whether a learning-rate schedule goes on, too.
+        ``by_name``: ranks read the optimizer's state by the names of weights, not each its own file.
         """
         own, before = self._names, [group.get("name") for group in saved["groups"]]
         if len(own) == len(before) == 1:

@@ -45,10 +45,7 @@ class StageLink(NamedTuple):
 
 
 def new_link(pairs: Sequence[tuple[int, int]], device: torch.device) -> StageLink | None:
-    """The link of this process's pair of ranks, on a GPU None if it is in none of the pairs.
-
-    All processes of the run call this together. No rank may be in two of the ``pairs``.
-    """
+    """The link of this process's pair of ranks, on a GPU None without one; all together, no rank in two ``pairs``."""
     on_host = gloo_group(dist.group.WORLD)
     on_device = on_host if device.type == "cpu" else _device_group(pairs, device)
     return None if on_device is None else StageLink(on_device, on_host)

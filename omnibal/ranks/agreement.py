@@ -235,11 +235,9 @@ class Meeting:
         return least, greatest
 
     def leave(self, beginning: tuple[int, ...], received: tuple[int, ...]) -> None:
-        """Tell the ranks that will wait at a later place of this loop that this rank will not come.
+        """Tell the ranks that wait at later places of this loop that this rank comes no further than ``received``.
 
-        Args:
-            beginning: A place before all others of the loop: where this rank stands if it has met nobody there.
-            received: The last place of the loop that this rank can come to.
+        ``beginning`` is a place before all others of the loop: where this rank stands if it has met nobody there.
         """
         with suppress(Exception):  # at the end of the process the store may be gone
             watch().leave(max(self._last, beginning), max(self._last, received))
