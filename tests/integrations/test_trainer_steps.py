@@ -98,12 +98,12 @@ def test_the_line_says_what_was_asked_and_what_a_step_holds():
     sampler = PackSampler(LENGTHS, size.limits, rank=0, num_replicas=4, micro_batches=size.micro_batches)
     line = describe(sampler, size.limits, None, "ddp", AskedSteps(512, 4, 32, 1.0))
     assert f"{sampler.num_steps} steps an epoch, 512 samples a step asked, {samples:.0f} on average" in line
-    assert f" (gradient_accumulation_steps is {size.micro_batches}, was 32); " in line
+    assert f" (gradient_accumulation_steps is {size.micro_batches}, was 32)\n" in line
     assert "expected" not in line
     small = PackLimits(3, 1200)
     sampler = PackSampler(LENGTHS, small, rank=0, num_replicas=4, micro_batches=2)
     line = describe(sampler, small, None, "ddp", AskedSteps(64, 4, 4, 2.0))
-    assert f"; {len(small.oversized(LENGTHS))} samples exceed these limits, each is alone in one; " in line
+    assert f" {len(small.oversized(LENGTHS))} samples exceed these limits, each is alone in one\n" in line
     assert f"as near as packs come: {2 * sampler.num_steps} optimizer steps in all instead of 126" in line
 
 

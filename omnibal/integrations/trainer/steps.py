@@ -217,7 +217,7 @@ def describe(
     device: str | None = None,
     is_measured: bool = False,
 ) -> str:
-    """One line before training: what an epoch becomes, what changes, and what is expected of it."""
+    """What is printed before training, a fact a line: packs, steps, waits with and without, and what is expected."""
     lengths, padded = sampler.lengths, isinstance(sampler, PaddedSampler)
     samples, ranks = _drawn(sampler, asked_steps)
     random, first = padded_batches(samples, batch=asked_steps.batch_size, **ranks), first_steps(sampler)
@@ -228,23 +228,23 @@ def describe(
     def waiting_of(loads: Load) -> list[str]:
         return Waiting.of(loads, costs, layout).told(sampler.num_replicas, lengths.vision_unit)
 
-    parts = [
+    waits = waiting_of(first) + ([f"{padding_share(sampler):.0%} of tokens are padding"] if padded else [])
+    lines = [
         f"omnibal: {len(lengths)} samples in {'padded batches' if padded else 'packs'} of at most "
         f"{limits.vision_units} {lengths.vision_unit} and {limits.llm_tokens} tokens{sounds}, "
         f"{samples_per_pack(sampler):.1f} samples each",
         *([f"{alone} samples exceed these limits, each is alone in one"] if alone else []),
         *_told_limits(sampler, limits, asked_steps),
         asked_steps.told(sampler),
-        *waiting_of(first),
-        *([f"{padding_share(sampler):.0%} of tokens are padding"] if padded else []),
+        *([", ".join(waits)] if waits else []),
         f"random batches of {asked_steps.batch_size}: "
         + ", ".join([*waiting_of(random.loads), f"{padding:.0%} of tokens are padding"]),
     ]
     if costs is not None:
         source = "counted" if device is None else f"counted for {device}"
         source = "by costs that an earlier run measured" if is_measured else f"{source}, not measured"
-        parts.append(f"{expected_gains(sampler, limits, costs, layout, asked_steps)} ({source})")
-    return "; ".join(parts)
+        lines.append(f"{expected_gains(sampler, limits, costs, layout, asked_steps)} ({source})")
+    return "\n         ".join(lines)
 
 
 def padding_share(sampler: PackSampler) -> float:
