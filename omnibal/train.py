@@ -222,6 +222,8 @@ def _begin(engine: OmnibalEngine, workspace: Workspace) -> MetricsLog | None:
         named.save(files.run_plan)
     with reporting("the table of the plan"):
         data = engine.loader.feed.summary() | {"parameters trained": trained_in_words(engine.resolved.trained)}
+        if workspace.replaced_batch:
+            data["the plan's batch, in place of"] = f"{workspace.replaced_batch} of the ds_config"
         Console(markup=False).print(run_table(engine.plan, engine.module.vlm.records, data))
     return MetricsLog(files.metrics, first_step=engine.global_steps, device=device_name(engine.device))
 

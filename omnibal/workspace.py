@@ -153,6 +153,14 @@ class Workspace:
         return self.config | batch | {"gradient_accumulation_steps": self.micro_batches}
 
     @property
+    def replaced_batch(self) -> str:
+        """The ds_config's batch sizes that the plan takes the place of, in words; empty if there are none."""
+        if self.config.get("gradient_accumulation_steps") == self.micro_batches or self.named_plan is None:
+            return ""
+        sizes = {key: self.config.get(key) for key in ("gradient_accumulation_steps", "train_batch_size")}
+        return ", ".join(f"{key} {size}" for key, size in sizes.items() if isinstance(size, int))
+
+    @property
     def model_folder(self) -> Path:
         if self.section.model.path is None:
             raise ConfigError(f"omnibal.model.path must name the model's folder, got none in {self.source}")

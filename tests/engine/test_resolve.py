@@ -234,6 +234,13 @@ def test_micro_batches_are_the_plans(tmp_path):
             assert Workspace(config, section(pipeline=named)).micro_batches == micro_batches
     followed = Workspace({"gradient_accumulation_steps": 5, "train_batch_size": 5}, section(pipeline=named))
     assert followed.run_config == {"gradient_accumulation_steps": 4, "train_batch_size": "auto"}
+    assert followed.replaced_batch == "gradient_accumulation_steps 5, train_batch_size 5"
+    for config, asked in (
+        ({"gradient_accumulation_steps": 4}, named),
+        ({"gradient_accumulation_steps": 5}, {}),
+        ({}, named),
+    ):
+        assert Workspace(config, section(pipeline=asked)).replaced_batch == ""
 
 
 STAGE = StagePrediction(1.0, 2.0, 0.0, 0.1, 5, StageMemory(*range(9)))
