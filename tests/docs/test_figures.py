@@ -97,16 +97,6 @@ def test_tables_of_packers_are_those_of_the_results():
         assert vision.table_of(found["rows"], limits) in report
 
 
-def test_packers_compared_in_docs_are_those_of_the_results():
-    rows = json.loads((ROOT / "tools/sampling/vision.json").read_text())["rows"]
-    page = (ROOT / "docs/advise.md").read_text()
-    columns = (("both", ".3f"), ("corr", "+.2f"), ("chi2", ".1f"))
-    for method in dict.fromkeys(row["method"] for row in rows if "moved" not in row["method"]):
-        four = [row for row in rows if row["method"] == method]
-        cells = [", ".join(f"{row[name]:{form}}" for row in four) for name, form in columns]
-        assert f"| {' | '.join([method, *cells])} | {sum(row['lost'] for row in four):,} |" in page
-
-
 @pytest.mark.parametrize("name", ["orders.json", "orders_mixed.json"])
 def test_orders_compared_are_those_of_the_results(name):
     runs = json.loads((ROOT / "tools/parity" / name).read_text())["runs"]
