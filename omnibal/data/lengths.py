@@ -57,7 +57,7 @@ class LengthSummary:
     max_sound_units: int | None = None
 
 
-class _Saved(Record):
+class _LengthsRecord(Record):
     """What stands in the summary file of a folder."""
 
     format: int
@@ -356,7 +356,7 @@ def _read_token_lengths(path: Path) -> tuple[list[int], list[int]]:
     return [entry["vit_num"] for entry in entries], [entry["token_num"] for entry in entries]
 
 
-def _read_record(path: Path) -> _Saved:
+def _read_record(path: Path) -> _LengthsRecord:
     try:
         text = path.read_bytes()
         kept = parse_json(text)
@@ -369,7 +369,7 @@ def _read_record(path: Path) -> _Saved:
     if found != FORMAT:
         raise DataError(f"{path} must have format {FORMAT}, got {found!r:.80}; measure the lengths again")
     try:
-        return _Saved.model_validate_json(text)
+        return _LengthsRecord.model_validate_json(text)
     except ValidationError as error:
         wrong = error.errors()[0]
         key = ".".join(map(str, wrong["loc"]))

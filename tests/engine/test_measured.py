@@ -126,7 +126,7 @@ def test_passes_of_stages_correct_the_costs_that_a_plan_is_made_with(tmp_path):
     assert len(told) == len(configs)
     assert "; a step was promised to take " in told[0]
     assert " s by measured costs, and took " in told[0]
-    assert f"--measured {tmp_path}/split/metrics.jsonl` writes these costs" in told[1]
+    assert f"--from-run {tmp_path}/split --write` plans for these costs" in told[1]
     for config, name in zip(configs[:-1], ["planned", "split"], strict=True):
         metrics = tmp_path / name / "metrics.jsonl"
         assert len(read_metrics(metrics).steps) == STEPS + 1

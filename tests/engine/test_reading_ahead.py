@@ -136,8 +136,8 @@ def test_an_epoch_that_is_read_ahead_is_planned_once():
     for _ in range(len(sampler) + 1):
         next(ahead)
     sampler.set_epoch(1)
-    assert sampler._steps is sampler._epochs.begin(1, sampler._ranks)
-    assert sampler._steps._windows  # planned by the one who read ahead
+    assert sampler._epoch is sampler._begin(1)
+    assert sampler._epoch._windows  # planned by the one who read ahead
 
 
 def test_a_broken_sample_is_told_in_the_step_that_has_it_and_not_before():
