@@ -34,7 +34,7 @@ class _Notice(event.Listener):  # type: ignore[misc]
                 "compiling omnibal's loops for this machine: once, some seconds"
                 if not isinstance(event.data["dispatcher"]._cache, NullCache)
                 else f"compiling omnibal's loops, some seconds in every process: {_cache_folder()[1]}; set "
-                "NUMBA_CACHE_DIR to a folder of yours that keeps them"
+                "NUMBA_CACHE_DIR to a folder that you own and that keeps them"
             )
 
     def on_end(self, event: Any) -> None:

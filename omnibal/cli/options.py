@@ -31,7 +31,7 @@ MOST_DIGITS: Final = 20
 ClusterOption = Annotated[
     str | None,
     typer.Option(
-        help="The machines, such as 4x8xA100-80GB, or a JSON record or its file; by default those that a ds_config or "
+        help="The machines, such as 4x8xA100-80GB, or a JSON record or its file; by default what a ds_config or "
         "plan names, or this machine's CUDA devices."
     ),
 ]
@@ -39,9 +39,7 @@ LengthsOption = Annotated[
     list[Path] | None,
     typer.Option(help="A folder of lengths, or JSON lists of them (repeatable), in place of the ds_config's data."),
 ]
-ProfileOption = Annotated[
-    Path | None, typer.Option(help="A file of layers' costs, in place of those that are kept or counted.")
-]
+ProfileOption = Annotated[Path | None, typer.Option(help="A file of layers' costs, in place of kept or counted ones.")]
 LimitsOption = Annotated[
     str | None, typer.Option(help="The most vision units and LLM tokens that a pack may hold, such as 16,4096.")
 ]

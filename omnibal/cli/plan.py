@@ -61,7 +61,7 @@ FromRunOption = Annotated[
     typer.Option(help="Plan for the costs that a run's first steps measured: its folder, such as runs/mine."),
 ]
 TrialsOption = Annotated[
-    int, typer.Option(help="Train a few steps under so many of the best plans, and keep the fastest.", min=0)
+    int, typer.Option(help="Train a few steps under this many of the best plans, and keep the fastest.", min=0)
 ]
 OutOption = Annotated[
     Path | None,

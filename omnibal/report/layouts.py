@@ -115,7 +115,7 @@ class LayoutReport:
         if equals:
             names = ", ".join(f"{NAMES[each.kind]} {_rate(each.samples_per_second)}" for each in equals)
             found.append(f"equal within {EQUAL:.0%}: take the simplest, which is the winner; {names}")
-        today, best = answer.winner_today, "best of those that run today"
+        today, best = answer.winner_today, "best that runs today"
         if self.runner_up is not None:
             name = f"runner-up, and {best}" if today is self.runner_up else "runner-up"
             found.append(f"{name}: {_compared(winner, self.runner_up)}")

@@ -361,7 +361,7 @@ def made_sample(model: VisionLanguageModel, units: int, length: int, generator: 
     image = int(model.config.image_token_id)
     ids[ids == image] = 0 if image else 1
     images = _images(model, units)
-    assert images.units == units, "images can have so many units"
+    assert images.units == units, "images can have this number of units"
     ids[: images.tokens] = image
     pixels = torch.randn(units, *model.pixel_shape, generator=generator) if units else None
     return {"input_ids": ids, "labels": ids, "pixel_values": pixels, **images.integers}

@@ -1,5 +1,6 @@
-"""Pages are short, and written in plain sentences."""
+"""Pages are short, and written in plain sentences; so are messages."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -9,9 +10,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "ds_configs/README.md"]
 PAGES.append(ROOT / "omnibal/data/balance/ALGORITHM.md")
 MOST_WORDS, MOST_WORDS_A_PAGE, MOST_WORDS_A_SENTENCE = 20_000, 1_800, 25
-BANNED = re.compile(
-    r"(?:(?<=[.:;!?] )|^)Where \w|\b(?:of theirs|of yours|so many|as much as|those that|a further|in turn)\b", re.M
-)
+FILLERS = re.compile(r"\b(?:of theirs|of yours|so many|as much as|those that|a further|in turn)\b")
+BANNED = re.compile(rf"(?:(?<=[.:;!?] )|^)Where \w|{FILLERS.pattern}", re.MULTILINE)
 
 
 def prose(page):
@@ -37,6 +37,16 @@ def test_a_page_is_short_and_says_one_thing_a_sentence(page):
 
 def test_all_pages_together_are_read_in_an_evening():
     assert sum(len(prose(page).split()) for page in PAGES) <= MOST_WORDS
+
+
+def test_messages_say_what_they_name():
+    found = {}
+    for path in (ROOT / "omnibal").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+        texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        found |= {node.value: path.name for node in texts if id(node) not in told and FILLERS.search(node.value)}
+    assert found == {}
 
 
 def test_sentences_are_found_as_they_stand(tmp_path):

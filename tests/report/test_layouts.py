@@ -45,7 +45,7 @@ REPORT = LayoutReport(ANSWER, SCENARIO, 10.0, ["2 tensor ranks", "sequence paral
 def test_lines_say_winner_runner_up_and_why():
     assert REPORT.lines()[3:] == [
         "winner: ViT and LLM on devices of their own (DistTrain), 20.0 samples/s; runs today: no",
-        "runner-up, and best of those that run today: one pipeline through ViT and LLM (OmniBal), 16.0 samples/s "
+        "runner-up, and best that runs today: one pipeline through ViT and LLM (OmniBal), 16.0 samples/s "
         "(0.80 ×); runs today: yes; of the winner's time for a sample: waits +35.0%, communication -10.0%",
         "gain of pipeline, which runs: 1.60x the 10.0 samples/s of today",
         "cannot be: the ViT on all devices, the LLM in a pipeline: the fullest device lacks 3.00 GiB at least",
