@@ -122,7 +122,7 @@ def over_ideal(trained: Trained, truth: ModelProfile, ranks: int, cost: CostMode
 
 def pipelined(trained: Trained, truth: ModelProfile, guess: ModelProfile) -> float:
     """Seconds of a step on the device, cut as the guess has it."""
-    load = trained.plan(num_replicas=1, micro_batches=MICRO_BATCHES).step(3).load(trained.lengths)
+    load = trained.plan(num_replicas=1, micro_batches=MICRO_BATCHES).step(3).load
     links = Cluster(1, STAGES, Device.named("A100-80GB")).links_of(Layout(STAGES))
     cut = search_partition(guess, [load[0]], STAGES, links, recompute=trained.levels).candidates[0].partition
     return simulate_step(truth, cut, [load[0]], links, recompute=trained.levels).step_seconds

@@ -156,7 +156,7 @@ class Setting:
             self.drawn, limits, num_replicas=self.row.num_replicas, rank=0, micro_batches=micro_batches
         )
         steps = [sampler.step(number) for number in range(sampler.num_steps - 1)]  # the last one may be short
-        return Batches(tuple(tuple(step.load(self.drawn)) for step in steps), fmean(step.num_samples for step in steps))
+        return Batches(tuple(tuple(step.load) for step in steps), fmean(step.num_samples for step in steps))
 
     def _in_steps(self, packs: Packs, load: Load) -> "Batches":
         """All whole steps; what runs at the same time lies side by side."""
