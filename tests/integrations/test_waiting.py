@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 pytest.importorskip("accelerate")
 
 from omnibal.integrations.transformers import balance
-from omnibal.packs.loading import PackSampler
+from omnibal.packs.loading import Pack, PackSampler
 from tests.engine.launch import launch
 from tests.integrations.trainers import LIMITS, Case, accelerate_afresh, trainer_of
 
@@ -23,8 +23,8 @@ PATIENCE = timedelta(seconds=20)
 class WithoutImages(PackSampler):
     """Packs without an image stay so."""
 
-    def _filler(self, is_empty, lacks_image):
-        return super()._filler(is_empty, lacks_image) if is_empty else None
+    def packs_of_all_ranks(self, step):
+        return [Pack(pack) if pack else pack for pack in super().packs_of_all_ranks(step)]
 
 
 class WithoutEmptyPacks(PackSampler):
