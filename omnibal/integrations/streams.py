@@ -158,7 +158,7 @@ def balanced_stream(
         limits: The most a pack may hold.
         model: The model that trains, of a family that packs: two texts are packed to check it. None where ``collate``
             flattens or pads a batch itself.
-        measure: As of ``balanced_loader``, for ``collate`` without ``model``.
+        measure: Vision units, LLM tokens and target tokens of an item; read only if ``model`` is None.
         mixture: What share each source gets, as a ``Mixture`` takes it; sources are then iterated anew when they end.
         buffer: Samples that a rank plans at a time; with those that are being trained it holds at most twice as many.
             Where samples are so short that they do not fill a step, it grows until they do.
