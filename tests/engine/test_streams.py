@@ -10,8 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from omnibal.demo import write_model_folder
-from omnibal.demo.questions import vocabulary
+from omnibal.demo import vocabulary, write_model_folder
 from omnibal.formats.conversations import open_dataset
 from tests.engine.cases import SGD, changed, settings
 from tests.engine.demo import demo_config

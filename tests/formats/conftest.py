@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from omnibal.demo import write_model_folder
-from omnibal.demo.questions import vocabulary
+from omnibal.demo import vocabulary, write_model_folder
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,10 @@ import torch
 from transformers import Qwen2AudioForConditionalGeneration
 from typer.testing import CliRunner
 
-from omnibal.cli.main import app
+from omnibal.cli import app
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.demo import write_model_folder
-from omnibal.demo.questions import vocabulary
+from omnibal.demo import vocabulary, write_model_folder
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.lengths import measured
 from omnibal.packs.collator import PackCollator, arguments_of, positions_of

@@ -5,8 +5,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from omnibal.demo import write_model_folder
-from omnibal.demo.questions import vocabulary
+from omnibal.demo import vocabulary, write_model_folder
 from omnibal.vlm.answer import Answerer
 from tests.families.models import TEMPLATES, image_processor, image_token, save_folder, whole_processor
 

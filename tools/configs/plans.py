@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from omnibal.cli.main import app
+from omnibal.cli import app
 from omnibal.data.lengths import SampleLengths
 from tools.synthetic import INTERNVL_MIX, TOKENS_PER_TILE, patch_lengths, tiled_lengths
 

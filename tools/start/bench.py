@@ -15,8 +15,7 @@ import numpy as np
 import typer
 
 from omnibal import BalancedBatchSampler, PackLimits, SampleLengths
-from omnibal.demo import write_model_folder
-from omnibal.demo.questions import vocabulary
+from omnibal.demo import vocabulary, write_model_folder
 from omnibal.formats.conversations import ConversationDataset, open_dataset
 from omnibal.formats.measured import Measured
 from tools.synthetic import tiled_lengths

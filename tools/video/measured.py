@@ -17,8 +17,7 @@ import torch.distributed as dist
 from PIL import Image
 from transformers import AutoModelForImageTextToText, Trainer, TrainingArguments
 
-from omnibal.demo import write_model_folder
-from omnibal.demo.questions import vocabulary
+from omnibal.demo import vocabulary, write_model_folder
 from omnibal.formats.conversations import ConversationDataset, open_dataset
 from omnibal.integrations.transformers import balance
 from tests.families.models import save_folder
