@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache, wraps
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from time import monotonic, sleep
 from types import TracebackType
 from typing import Any, Final, TypeVar, cast
@@ -124,6 +124,7 @@ class Watch:
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._store, self._has_answered = _own_store(), False
         self._has_failed = Event()
+        self._word = Lock()  # who takes it says why this process ends: its main thread, or the watch that heard of it
         self._waits: tuple[tuple[int, ...], float] | None = None  # the place that this rank waits at, and since when
         self._dog: Watchdog | None = None
         self._show: Any = None
@@ -149,11 +150,15 @@ class Watch:
         self._has_failed.set()
         text = f"{where or f'rank {self._rank}'} failed: {said(error)}"  # type: ignore[arg-type]
         with suppress(Exception):  # the store has ended with its rank: this is not the first failure
-            print(f"omnibal: {text}", file=sys.stderr, flush=True)  # before what other ranks say of it
+            self._print(text)  # before what other ranks say of it
             self._say(text)
             ends = monotonic() + GRACE_SECONDS
             while self._store.add(HEARD, 0) < self._num_ranks and monotonic() < ends:
                 sleep(POLL_SECONDS / 10)
+
+    def _print(self, text: str) -> None:
+        if self._word.acquire(blocking=False):
+            print(f"omnibal: {text}", file=sys.stderr, flush=True)
 
     def _say(self, text: str) -> None:
         if self._store.add(FAILED, 1) == 1:  # the first failure is the cause of the others
@@ -204,7 +209,7 @@ class Watch:
                         self._say(f"all ranks must take part in each step, got {left}")
             text = self._store.get(SAID).decode()
             if not self._has_failed.is_set():
-                print(f"omnibal: rank {self._rank} ends, for {text}", file=sys.stderr, flush=True)
+                self._print(f"rank {self._rank} ends, for {text}")
             self._store.add(HEARD, 1)
             if not self._has_failed.wait(GRACE_SECONDS):
                 os._exit(1)

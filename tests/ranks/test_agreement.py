@@ -90,7 +90,14 @@ def test_a_rank_that_is_killed_is_named_in_one_line_whatever_the_exchange(kind, 
     logs = how_all_end(3, "tests.ranks.waiting:exchange_with_a_lost_rank", kind, killed, timeout_seconds=60)
     del logs[killed]
     for log in logs:
-        line = next(line for line in log.splitlines() if line.startswith("omnibal: rank "))
+        (line,) = (line for line in log.splitlines() if line.startswith("omnibal: rank "))
         assert "all ranks must take part, got " in line
         assert named in line
         assert "Exception raised from" not in line
+
+
+@pytest.mark.distributed
+def test_a_rank_that_hears_of_a_failure_and_then_fails_says_why_once():
+    (log,) = how_all_end(1, "tests.ranks.waiting:fail_after_another", timeout_seconds=60)
+    said = [line for line in log.splitlines() if line.startswith("omnibal: rank ")]
+    assert said == ["omnibal: rank 0 ends, for rank 7 failed: it is gone"]

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from time import sleep
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from omnibal.ranks import (
     run_on_all_ranks,
     watch,
 )
+from omnibal.ranks.failures import HEARD, SAID, _own_store
 
 
 def work_of_all_kinds(folder):
@@ -119,3 +121,13 @@ def exchange_with_a_lost_rank(kind, killed):
             any_rank(False, torch.device("cpu"))
         else:
             rank_zero_only(lambda: None, doing="works")
+
+
+def fail_after_another():
+    """This rank hears that rank 7 has failed, and fails before it is ended."""
+    heard, store = watch(), _own_store()
+    store.set(SAID, "rank 7 failed: it is gone")
+    while not store.add(HEARD, 0):
+        sleep(0.05)
+    heard.tell(OmnibalError("rank 7 is gone"))
+    raise OmnibalError("rank 7 is gone")
