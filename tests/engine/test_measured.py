@@ -132,7 +132,7 @@ def test_passes_of_stages_correct_the_costs_that_a_plan_is_made_with(tmp_path):
         assert len(read_metrics(metrics).steps) == STEPS + 1
         layers = Workspace.read(config).corrected_profile(Calibration.load(metrics)).layers
         for stage in (layers[:CUT], layers[CUT:]):  # a forward pass of either takes a second
-            assert sum(float(layer.forward_seconds(Load(3, 40, 400))) for layer in stage) == pytest.approx(1, rel=0.2)
+            assert sum(float(layer.forward_seconds(Load(3, 40, 400))) for layer in stage) == pytest.approx(1, rel=0.4)
 
     (tmp_path / "ds_config.json").write_text(json.dumps(configs[0]))
     workspace = Workspace.read(tmp_path / "ds_config.json")

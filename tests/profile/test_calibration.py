@@ -71,34 +71,6 @@ def timed(truth, loads, parts, rng, noise=0.04):
     return passes
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5-Omni-7B", "Qwen2-Audio-7B"])
-def test_a_wrong_guess_of_an_encoder_of_sound_is_put_right(name):
-    rng = np.random.default_rng(5)
-    counted = analytic_profile(Model.known(name).records, DEVICE)
-    factors = {"sound": 3.0, "vision": 0.5, "language": 1.6}
-
-    def scaled(layer):
-        return replace(layer, **{name: factors[layer.part] * getattr(layer, name) for name in NAMES})
-
-    truth = phase_costs(replace(counted, layers=tuple(map(scaled, counted.layers))))
-    alike = packs_alike(rng)
-    sounds = rng.normal(1500, 15, 60).round() * (name == "Qwen2.5-Omni-7B")
-    units = alike.vision_units if sounds.any() else (alike.vision_units / 1000).round()  # windows
-    loads = Load(units, alike.llm_tokens, alike.llm_tokens_squared, alike.vision_squared, sound_units=sounds)
-    passes = []
-    for load, sizes in zip(loads, sizes_of(loads), strict=True):
-        for part in factors:
-            numbers = [number for number, layer in enumerate(counted.layers) if layer.part == part]
-            for direction in ("forward", "backward"):
-                seconds = float(truth[f"{part} {direction}"](load)) * rng.lognormal(0, 0.04)
-                passes.append(TimedPass((numbers[0], numbers[-1] + 1), direction == "backward", sizes, seconds))
-    found = calibrate(counted, passes, every_layer("none", len(counted.layers)), device="a device")
-    assert (found.sound, found.vision, found.language) == pytest.approx((3, 0.5, 1.6), rel=0.03)
-    assert ", sound 3" in str(found) or ", sound 2.9" in str(found)
-    for phase, cost in phase_costs(found.apply(counted)).items():
-        assert float(cost(loads).mean()) == pytest.approx(float(truth[phase](loads).mean()), rel=0.03), phase
-
-
 def test_a_frozen_vit_beside_a_trained_encoder_of_sound_has_no_backward_pass():
     records = Model.known("Qwen2.5-Omni-7B").records
     counted = analytic_profile(records, DEVICE, frozen=["vision", "projector"])
@@ -130,27 +102,11 @@ def test_a_guess_that_is_wrong_twofold_is_put_right(vision, packs, parts):
         assert seconds == pytest.approx(expected, rel=0.08), phase
 
 
-def test_the_square_of_images_is_told_apart_where_packs_differ_in_it():
-    rng = np.random.default_rng(4)
-    truth, loads = wrong_by(1.0, squared=4.0), packs_unlike(rng)
-    found = calibrate(COUNTED, timed(truth, loads, PARTS, rng), FULL, device="x")
-    of_vision = found.factors["vision forward"]
-    assert of_vision["vision_squared"] / of_vision["vision_units"] == pytest.approx(4, rel=0.15)
-
-
-def test_seconds_of_each_layer_are_found():
-    rng = np.random.default_rng(5)
-    late = [each._replace(seconds=each.seconds + 0.01 * np.subtract(*each.layers[::-1])) for each in
-            timed(COUNTED, packs_unlike(rng), PARTS, rng)]  # fmt: skip
-    found = calibrate(COUNTED, late, every_layer("none", LAYERS), device="x")
-    assert found.factors["language forward"]["layer_seconds"] == pytest.approx(0.01, rel=0.1)
-
-
 def test_a_part_that_nobody_timed_follows_the_others():
     rng = np.random.default_rng(6)
     passes = [each for each in timed(wrong_by(1.0), packs_alike(rng), PARTS, rng) if not each.is_backward]
     found = calibrate(COUNTED, passes, FULL, device="x")
-    assert found.factors["vision backward"]["vision_units"] == pytest.approx(1.6, rel=0.1)
+    assert found.factors["vision backward"] == pytest.approx(1.6, rel=0.1)
     assert calibrate(COUNTED, [each._replace(seconds=0.0) for each in passes], FULL, device="x") is None
 
 
@@ -180,7 +136,7 @@ def test_a_calibration_is_read_back_for_the_same_model_only(tmp_path):
     ("text", "message"),
     [
         ('{"step": 1}\n', f"must hold measured costs, got none; a run writes them after {STEPS} steps"),
-        ('{"calibration": {"version": 1}}\n', "calibration must have the key 'device', got none"),
+        ('{"calibration": {"version": 2}}\n', "calibration must have the key 'device', got none"),
         ('"calibration"\n', "must hold JSON lines with a calibration, got"),
     ],
 )

@@ -16,7 +16,7 @@ from omnibal.integrations.trainer.calibration import PassTimer, passes_of
 from omnibal.integrations.trainer.steps import counted_profile
 from omnibal.packs.apart import attend_by_bounds
 from omnibal.packs.collator import PackCollator, arguments_of, positions_of
-from omnibal.profile.calibration import parts_of
+from omnibal.profile.calibration import PARTS
 from tools.dropin.ways import Task, Way, by_tokens, default, group_by_length, ours
 from tools.gpu.jobs import Jobs
 from tools.gpu.models import TINY, TiledDataset, random_model
@@ -115,7 +115,6 @@ class Bench:
         self._model.gradient_checkpointing_enable()
         kind = None if device.type == "cpu" else torch.cuda.get_device_name()
         self._profile = counted_profile(self._model, kind)
-        self._parts = parts_of(self._profile)
         self._timer = PassTimer(self._model, device)
         self._undo: Any = None
         positions, arguments = positions_of(self._model.config), arguments_of(self._model)
@@ -145,7 +144,7 @@ class Bench:
         (marks,) = self._timer.marks
         self._timer.marks = []
         passes = passes_of(marks, (1.0,) * 5, self._profile)
-        found = {part: each.seconds for part, each in zip(self._parts, passes, strict=True)}
+        found = {part: each.seconds for part, each in zip(PARTS, passes, strict=True)}
         return [found[phase] for phase in PHASES]
 
 

@@ -14,20 +14,12 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from omnibal.advise.wait import MEETINGS, CostByPhase, phase_costs
 from omnibal.cost import Load
 from omnibal.errors import ConfigError, reporting, said
+from omnibal.families.base import encoder_layers
 from omnibal.integrations.trainer.hooks import PacksCallback
 from omnibal.integrations.trainer.settings import data_rank_of, recompute_of
-from omnibal.integrations.trainer.steps import SOUND, Gains
+from omnibal.integrations.trainer.steps import Gains
 from omnibal.packs.collator import language_of
-from omnibal.profile.calibration import (
-    MOST_PASSES,
-    STEPS,
-    WARM_UP,
-    Calibration,
-    TimedPass,
-    calibrate,
-    parts_of,
-    sizes_of,
-)
+from omnibal.profile.calibration import MOST_PASSES, PARTS, STEPS, WARM_UP, Calibration, TimedPass, calibrate, sizes_of
 from omnibal.profile.records import ModelProfile, every_layer
 from omnibal.ranks import gather
 from omnibal.vlm.passes import Mark, device_name, mark, seconds_between
@@ -53,8 +45,7 @@ def measured_before(trainer: Trainer, counted: ModelProfile | None) -> ModelProf
 class PassTimer:
     """Marks of each micro-batch's passes: forward and backward, where the LLM begins and where its gradient is known.
 
-    No mark waits for the device. The parts are read off the LLM's call, whose input all encoders' work flows into, and
-    off the call of an encoder of sound.
+    No mark waits for the device. The parts are read off the LLM's call, whose input all encoders' work flows into.
     """
 
     def __init__(self, model: Any, device: torch.device) -> None:
@@ -66,12 +57,6 @@ class PassTimer:
             language.register_forward_pre_hook(self._enter_language, with_kwargs=True),
             model.register_forward_hook(self._leave),
         ]
-        tower = next((each for name, each in model.named_modules() if name.rpartition(".")[2] == SOUND), None)
-        if tower is not None:
-            self._handles += [
-                tower.register_forward_pre_hook(self._enter_sound),
-                tower.register_forward_hook(self._leave_sound),
-            ]
 
     def close(self) -> None:
         """Leave the model as it was."""
@@ -91,19 +76,9 @@ class PassTimer:
             if isinstance(embedded, Tensor) and embedded.requires_grad:
                 embedded.register_hook(lambda gradient: self._mark(now, "vision backward"))  # type: ignore[no-untyped-call]
 
-    def _enter_sound(self, module: Any, inputs: Any) -> None:
-        if "begin" in self._now and "language" not in self._now:
-            self._mark(self._now, "sound")
-
-    def _leave_sound(self, module: Any, inputs: Any, outputs: Any) -> None:
-        now, result = self._now, _trained(outputs)
-        if "sound" in now and "language" not in now:
-            self._mark(now, "sound done")
-            if result is not None:  # its gradient is known behind the ViT's backward pass, as its forward pass is first
-                result.register_hook(lambda gradient: self._mark(now, "sound backward"))  # type: ignore[no-untyped-call]
-
     def _leave(self, module: Any, inputs: Any, outputs: Any) -> None:
-        now, result = self._now, _trained(outputs)
+        now, found = self._now, outputs.values() if isinstance(outputs, Mapping) else outputs
+        result = next((each for each in found if isinstance(each, Tensor) and each.requires_grad), None)
         if "begin" in now and result is not None:
             self._mark(now, "forward done")
             result.register_hook(lambda gradient: self._begin_backward(now))  # type: ignore[no-untyped-call]
@@ -119,40 +94,20 @@ class PassTimer:
             now[name] = mark(self._device)
 
 
-def _trained(outputs: Any) -> Tensor | None:
-    """The first tensor of a module's outputs that a gradient comes back to."""
-    found = outputs.values() if isinstance(outputs, Mapping) else outputs if isinstance(outputs, tuple) else (outputs,)
-    return next((each for each in found if isinstance(each, Tensor) and each.requires_grad), None)
-
-
-# The marks between which each part runs; without a gradient of the LLM's input the whole backward pass is its own.
-_ENDS: Final = {
-    "sound forward": ("sound", "sound done"),
-    "sound backward": ("sound backward", "end"),
-    "vision forward": ("begin", "language"),
-    "language forward": ("language", "forward done"),
-    "vision backward": ("vision backward", "end"),
-    "language backward": ("backward", "vision backward"),
-}
+# The marks between which each of PARTS runs; without a gradient of the LLM's input the whole backward pass is its own.
+_ENDS: Final = (("begin", "language"), ("language", "forward done"), ("vision backward", "end"),
+                ("backward", "vision backward"))  # fmt: skip
 
 
 def passes_of(marks: Mapping[str, Mark], load: tuple[float, ...], profile: ModelProfile) -> list[TimedPass]:
-    """The passes of a micro-batch, one for each of ``parts_of``, of 0 seconds where a mark is missing."""
-    marks = {"vision backward": marks.get("end", 0.0), **marks}
-    parts = parts_of(profile)
-    taken = {
-        part: seconds_between(marks[begin], marks[end]) if begin in marks and end in marks else 0.0
-        for part, (begin, end) in _ENDS.items()
-        if part in parts
-    }
-    # Sounds are encoded between the marks of the ViT.
-    for direction in ("forward", "backward"):
-        taken[f"vision {direction}"] -= taken.get(f"sound {direction}", 0.0)
-    of_layers = dict[str, list[int]]()
-    for number, layer in enumerate(profile.layers):
-        of_layers.setdefault(layer.part, []).append(number)
-    layers = {part: (numbers[0], numbers[-1] + 1) for part, numbers in of_layers.items()}
-    return [TimedPass(layers[part.split()[0]], part.endswith("backward"), load, taken[part]) for part in parts]
+    """The passes of a micro-batch, one for each of ``PARTS``, of 0 seconds where a mark is missing."""
+    marks, border = {"vision backward": marks.get("end", 0.0), **marks}, encoder_layers(profile.layers)
+    layers = {"vision": (0, border), "language": (border, len(profile.layers))}
+    seconds = [seconds_between(marks[a], marks[b]) if a in marks and b in marks else 0.0 for a, b in _ENDS]
+    return [
+        TimedPass(layers[part.split()[0]], part.endswith("backward"), load, taken)
+        for part, taken in zip(PARTS, seconds, strict=True)
+    ]
 
 
 class CalibratesCosts(TrainerCallback):  # type: ignore[misc]
@@ -195,7 +150,7 @@ class CalibratesCosts(TrainerCallback):  # type: ignore[misc]
             self._close()
             own = list[list[TimedPass]]()
             with reporting(_DOING):
-                most = max(MOST_PASSES // (len(parts_of(self._counted)) * args.world_size), 1)
+                most = max(MOST_PASSES // (len(PARTS) * args.world_size), 1)
                 kept = self._timed[:: max(-(-len(self._timed) // most), 1)]
                 own = [passes_of(*each, self._counted) for each in kept]
             gathered = gather(own)
@@ -220,7 +175,7 @@ class CalibratesCosts(TrainerCallback):  # type: ignore[misc]
             passes = [
                 max(alike, key=lambda each: float(counted[part](Load(*each.load))))
                 for of_ranks in zip(*gathered, strict=False)
-                for part, alike in zip(parts_of(self._counted), zip(*of_ranks, strict=True), strict=True)
+                for part, alike in zip(PARTS, zip(*of_ranks, strict=True), strict=True)
             ]
         found = calibrate(self._counted, passes, self._levels, device=device_name(args.device))
         if found is None:  # on all ranks alike: all fit the same passes

@@ -26,7 +26,6 @@ from omnibal.packs.loading import PackSampler
 from omnibal.packs.padded import PaddedSampler
 from omnibal.packs.proof import check_packed
 from omnibal.processes import EndRequest, leave_ends_to_parent
-from omnibal.profile.calibration import SIZES
 from omnibal.ranks import any_rank
 
 NON_PADDING: Final = "non_padding"
@@ -152,7 +151,7 @@ class PacksCallback(RecipeCallback):
     def go_on_from(self, made_from: Mapping[str, Any]) -> None:
         """Make packs even in the cost of the checkpoint's: a later run may have measured another."""
         cost = made_from.get("cost")
-        self._sampler.set_cost(None if cost is None else CostModel(**dict(zip(SIZES, cost, strict=False))))
+        self._sampler.set_cost(None if cost is None else CostModel(*cost))
 
     def check(self) -> None:
         """Refuse micro-batches that changed since ``balance``, as where a search of hyperparameters sets them."""
