@@ -1,13 +1,13 @@
 """Settings of a run that goes on: which may change, and how those that it has now come to hold.
 
 An optimizer's state, a schedule's and DeepSpeed's own bring back the learning rate, weight decay, clipping and other
-settings that they were saved with. Every key of a ds_config has a rule for what happens then.
+settings that they were saved with.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from deepspeed.runtime import lr_schedules
 
@@ -15,66 +15,25 @@ from omnibal.config import OmnibalSection
 from omnibal.errors import ConfigError
 
 T = TypeVar("T")
-Rule = Literal["taken", "refused", "by effect"]
-
-_TAKEN: Final = (
-    # a step: sampler.load_state_dict deals the epoch's remaining packs to other micro-batches
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
-    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "torch_autocast", "bf16", "fp16",
-    "optimizer.params.lr", "optimizer.params.weight_decay", "optimizer.params.betas", "optimizer.params.eps",
-    "optimizer.params.momentum", "optimizer.params.dampening", "optimizer.params.nesterov",
-    "scheduler.params",
-    # how gradients travel
-    "communication_data_type", "prescale_gradients", "gradient_predivide_factor",
+# Keys whose value must be the checkpoint's, with all keys inside them but those of _FREE. Every other key may have a
+# new value: `CheckpointedEngine` compares what follows from several keys, the layout and the position in the data.
+_FIXED: Final = (
+    "zero_optimization",  # round_robin_gradients, say, decides which rank has the state of which parameter
+    "omnibal.optimizer.weight_decay",
+    "omnibal.model.lora",
+)
+_FREE: Final = (
+    "omnibal.model.lora.dropout",
     *(f"zero_optimization.{name}" for name in (
+        "stage",  # the optimizer's state is read by the names of weights
+        # how gradients travel
         "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce",
         "allgather_partitions", "allgather_bucket_size", "overlap_comm", "load_from_fp32_weights",
         "ignore_unused_parameters", "log_trace_cache_warnings", "enable_sanity_checks",
     )),
-    # what is written and logged
-    "checkpoint", "datastates_ckpt", "tensorboard", "wandb", "comet", "csv_monitor", "steps_per_print",
-    "wall_clock_breakdown", "memory_breakdown", "comms_logger", "dump_state", "log_level", "timers",
-    "disable_python_gc",
-    "omnibal.model.path", "omnibal.model.family", "omnibal.model.weights", "omnibal.model.seed",
-    "omnibal.model.lora.dropout",
-    "omnibal.data.held_out", "omnibal.data.images", "omnibal.data.broken", "omnibal.data.workers",
-    "omnibal.data.decode", "omnibal.data.max_image_pixels", "omnibal.data.ray",
-    "omnibal.packing.samples_per_step",
-    # the optimizer's state is read by the names of weights
-    "zero_optimization.stage", "omnibal.pipeline.num_stages", "omnibal.pipeline.num_tensor",
-    "omnibal.pipeline.partition",
-    "omnibal.pipeline.recompute", "omnibal.pipeline.schedule",
-    "omnibal.optimizer.learning_rates.vision", "omnibal.optimizer.learning_rates.projector",
-    "omnibal.optimizer.learning_rates.language",
-    "omnibal.run.output", "omnibal.run.epochs", "omnibal.run.max_steps", "omnibal.run.save_every", "omnibal.run.keep",
-    "omnibal.run.async_save", "omnibal.run.evaluate_every", "omnibal.run.watchdog_seconds", "omnibal.run.not_finite",
-    "omnibal.cluster",
 )  # fmt: skip
-_REFUSED: Final = (
-    # round_robin_gradients and parameter_alignment say which rank has the state of which parameter
-    "zero_optimization",
-    "omnibal.optimizer.weight_decay",
-    "omnibal.model.lora.rank", "omnibal.model.lora.alpha", "omnibal.model.lora.targets",
-    "omnibal.model.lora.modules_to_save",
-)  # fmt: skip
-_BY_EFFECT: Final = (
-    # the checkpoint's layout: classes and groups of the optimizer, precision, what is trained
-    "optimizer", "optimizer.params", "scheduler", "bf16.enabled", "data_types",
-    "omnibal.model.frozen", "omnibal.pipeline.plan", "omnibal.pipeline.encoder",
-    # the place in the data: lengths, limits and how they are packed
-    "omnibal.data.train", "omnibal.data.max_tiles", "omnibal.data.streaming", "omnibal.data.mixture",
-    "omnibal.packing.vision_units", "omnibal.packing.llm_tokens", "omnibal.packing.method",
-    "omnibal.packing.oversized", "omnibal.packing.exchange_steps", "omnibal.packing.seed",
-)  # fmt: skip
-# The rule for a key whose value is not that of the checkpoint; keys within it follow, but for those named here.
-# `taken`: the new value holds, and a line says so. `refused`: the run does not go on. `by effect`: the run does not
-# go on where the layout of the checkpoint or the place in the data, which follow from several keys, are other ones;
-# else the new value is taken.
-RULES: Final[Mapping[str, Rule]] = {
-    **dict.fromkeys(_TAKEN, "taken"),
-    **dict.fromkeys(_REFUSED, "refused"),
-    **dict.fromkeys(_BY_EFFECT, "by effect"),
-}
+# Settings of an optimizer's groups that its state does not depend on.
+_OF_GROUPS: Final = ("lr", "weight_decay", "betas", "eps", "momentum", "dampening", "nesterov")
 # A checkpoint goes to more people than a ds_config.
 _NOT_KEPT: Final = ("comet.api_key",)
 
@@ -91,19 +50,6 @@ class SettingChange(NamedTuple):
         return f"{self.key} {now} (was {before})"
 
 
-def rule_of(key: str) -> Rule:
-    """The rule for a key, or for the nearest one around it.
-
-    >>> rule_of("optimizer.params.lr"), rule_of("zero_optimization.round_robin_gradients")
-    ('taken', 'refused')
-    """
-    while key not in RULES:
-        key, _, _ = key.rpartition(".")
-        if not key:  # what `check_keys` lets pass because it asks for nothing
-            return "taken"
-    return RULES[key]
-
-
 def settings_of(config: Mapping[str, Any], section: OmnibalSection) -> dict[str, Any]:
     """All settings of a run by their keys, as a checkpoint keeps them."""
     whole = {**config, "omnibal": section.model_dump(mode="json")}
@@ -116,8 +62,13 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingCha
 
 
 def is_refused(change: SettingChange) -> bool:
-    """Whether a run does not go on with it; to leave out what is off changes nothing."""
-    return rule_of(change.key) == "refused" and (change.saved or None) != (change.value or None)
+    """Whether a run does not go on with it; to leave out what is off changes nothing.
+
+    >>> is_refused(SettingChange("zero_optimization.round_robin_gradients", None, True))
+    True
+    """
+    is_fixed = change.key not in _FREE and f"{change.key}.".startswith(tuple(f"{key}." for key in _FIXED))
+    return is_fixed and (change.saved or None) != (change.value or None)
 
 
 def _leaves(value: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
@@ -167,7 +118,7 @@ class Settings:
                 for name, before, value in changes({**of_group, "name": None}, {**group, "name": None}):
                     key = f"optimizer.params.{name}"
                     of_groups.setdefault(key, SettingChange(key, before, value))
-            refused += [change for key, change in of_groups.items() if rule_of(key) != "taken"]
+            refused += [change for key, change in of_groups.items() if key.rpartition(".")[2] not in _OF_GROUPS]
         of_schedule = changes(saved["schedule"], now["schedule"]) if with_schedule else []
         refused += [
             change._replace(key=f"{change.key} of the learning-rate schedule")

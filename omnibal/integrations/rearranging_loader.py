@@ -51,8 +51,8 @@ class RearrangingLoader:
 
     A thread draws the next steps, exchanges their lengths with the other ranks (numbers only, over gloo) and plans
     them while the model works. Sources may never end, or end at different times: a rank that has no more works on
-    others' samples until all have ended. What goes wrong on one rank is raised on all. A rank that leaves the loop,
-    skips a step or holds another plan ends all, with a message that names the rank.
+    others' samples until all have ended. What goes wrong on one rank is raised on all. A rank that skips a step or
+    holds another plan ends all, with a message that names the rank.
 
     Args:
         source: Yields lists of items of a dataset, a micro-batch of this rank each, once for every iteration of the
@@ -103,14 +103,8 @@ class RearrangingLoader:
 
     def __iter__(self) -> Iterator[Drawn]:
         self._iteration = next(_iterations)
-        beginning = received = (self._iteration, -1, -1)
-        try:
-            for _, drawn in micro_batches_of(self):
-                received = drawn.check.place
-                yield drawn
-        except GeneratorExit:
-            self._meeting.leave(beginning, received)
-            raise
+        for _, drawn in micro_batches_of(self):
+            yield drawn
 
     def step(self) -> tuple[StepPlan, list[Drawn]] | None:
         """The next step's first plan, and this rank's micro-batches; None where all ranks' sources have ended."""

@@ -17,7 +17,6 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from itertools import count
-from math import inf
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, Final, NamedTuple, TypeVar
@@ -29,7 +28,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeo
 
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.feeds.sampler import check_agreement
-from omnibal.ranks.failures import lost_ranks_named, watch
+from omnibal.ranks.failures import lost_ranks_named
 
 T = TypeVar("T")
 LOG: Final = logging.getLogger(__name__)
@@ -201,46 +200,27 @@ class Meeting:
         self._group = new_gloo_group(among, timeout=MEETING_TIMEOUT)
         self._ranks = dist.get_process_group_ranks(self._group)
         self._own = self._ranks.index(dist.get_rank())
-        self._last: tuple[int, ...] = ()
 
-    def extremes(self, place: Sequence[int], details: Sequence[int] = ()) -> tuple[list[int], list[int]]:
-        """The least and the greatest record of all ranks, in the order of their numbers: place, details, rank.
+    def extremes(self, record: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The least and the greatest of all ranks' records, in the order of their numbers, each with its rank behind.
 
-        Args:
-            place: Where this rank stands; later places are greater. Once a rank has left behind an earlier place
-                (`leave`), those that wait at this one end.
-            details: What is compared beside it; as many numbers on all ranks.
+        Records have as many numbers on all ranks.
         """
-        self._last = tuple(place)
-        least = greatest = [*place, *details, self._ranks[self._own]]
+        least = greatest = [*record, self._ranks[self._own]]
         distance, num_ranks = 1, len(self._ranks)
         while distance < num_ranks:
             # Each rank sends what it knows to the rank at this distance behind it, and receives from the rank at this
             # distance before it. After the round it knows of the 2 · distance ranks up to itself.
             to, source = self._ranks[(self._own + distance) % num_ranks], self._ranks[self._own - distance]
             received = torch.empty(2, len(least), dtype=torch.int64)
-            with watch().waiting_at(self._last):
-                try:
-                    sending = dist.isend(torch.tensor([least, greatest]), to, group=self._group)
-                    dist.recv(received, source, group=self._group)
-                    assert sending is not None, "this rank is a member of the group"
-                    sending.wait()
-                except RuntimeError as error:
-                    if (left := watch().left_before(self._last, inf)) is not None:
-                        raise ConfigError(f"all ranks must take part in each step, got {left}") from error
-                    with lost_ranks_named():
-                        raise
+            with lost_ranks_named():
+                sending = dist.isend(torch.tensor([least, greatest]), to, group=self._group)
+                dist.recv(received, source, group=self._group)
+                assert sending is not None, "this rank is a member of the group"
+                sending.wait()
             least, greatest = min(least, received[0].tolist()), max(greatest, received[1].tolist())
             distance *= 2
         return least, greatest
-
-    def leave(self, beginning: tuple[int, ...], received: tuple[int, ...]) -> None:
-        """Tell the ranks that wait at later places of this loop that this rank comes no further than ``received``.
-
-        ``beginning`` is a place before all others of the loop: where this rank stands if it has met nobody there.
-        """
-        with suppress(Exception):  # at the end of the process the store may be gone
-            watch().leave(max(self._last, beginning), max(self._last, received))
 
 
 class Host(NamedTuple):

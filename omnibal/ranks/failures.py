@@ -1,4 +1,4 @@
-"""Ranks that fail, or leave a loop, between two exchanges: the ranks that would wait for them hear of it, and end.
+"""Ranks that fail between two exchanges: the ranks that would wait for them hear of it, and end.
 
 A `Watch` looks at the store by which the ranks met, whose keys are the whole protocol:
 
@@ -7,12 +7,10 @@ A `Watch` looks at the store by which the ranks met, whose keys are the whole pr
 - ``heard`` counts the ranks that know: the failed rank stays for them, since the store may end with its process.
 - ``roll`` asks who is there, where an exchange has lost a peer: every rank answers once, by its watch while it waits in
   an exchange itself; a rank that does not answer is lost.
-- ``left`` names a rank that has left a loop, and the last place of the loop that the rank can come to.
 
 Beside them lie the beats of `omnibal.ranks.watchdog`.
 """
 
-import json
 import os
 import re
 import sys
@@ -28,15 +26,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from omnibal.errors import OmnibalError, said, shortened
-from omnibal.ranks.watchdog import BEAT, Note, Watchdog
+from omnibal.ranks.watchdog import Watchdog
 
 F = TypeVar("F", bound=Callable[..., Any])
 POLL_SECONDS: Final = 1.0
 # How long a failed rank stays until the others have heard of it, and how long a rank that has heard of a failure may
 # take to fail by itself: gloo's collectives raise when a peer has gone, NCCL's do not.
 GRACE_SECONDS: Final = 3.0
-PATIENCE_SECONDS: Final = 120.0  # a rank that has left a loop may still run the last micro-batch that it received
-FAILED, SAID, HEARD, LEFT = "omnibal/failed", "omnibal/said", "omnibal/heard", "omnibal/left"
+FAILED, SAID, HEARD = "omnibal/failed", "omnibal/said", "omnibal/heard"
 ROLL, _HERE, _COUNT = "omnibal/roll", "omnibal/here/{}", "omnibal/here"
 # What gloo and NCCL say where the process at the other end of a connection has gone; of the store torch has a class.
 LOST_MARKS: Final = (
@@ -125,7 +122,6 @@ class Watch:
         self._store, self._has_answered = _own_store(), False
         self._has_failed = Event()
         self._word = Lock()  # who takes it says why this process ends: its main thread, or the watch that heard of it
-        self._waits: tuple[tuple[int, ...], float] | None = None  # the place that this rank waits at, and since when
         self._dog: Watchdog | None = None
         self._show: Any = None
         Thread(target=self._look, daemon=True, name="omnibal-watches-ranks").start()
@@ -151,7 +147,8 @@ class Watch:
         text = f"{where or f'rank {self._rank}'} failed: {said(error)}"  # type: ignore[arg-type]
         with suppress(Exception):  # the store has ended with its rank: this is not the first failure
             self._print(text)  # before what other ranks say of it
-            self._say(text)
+            if self._store.add(FAILED, 1) == 1:  # the first failure is the cause of the others
+                self._store.set(SAID, text)
             ends = monotonic() + GRACE_SECONDS
             while self._store.add(HEARD, 0) < self._num_ranks and monotonic() < ends:
                 sleep(POLL_SECONDS / 10)
@@ -159,33 +156,6 @@ class Watch:
     def _print(self, text: str) -> None:
         if self._word.acquire(blocking=False):
             print(f"omnibal: {text}", file=sys.stderr, flush=True)
-
-    def _say(self, text: str) -> None:
-        if self._store.add(FAILED, 1) == 1:  # the first failure is the cause of the others
-            self._store.set(SAID, text)
-
-    @contextmanager
-    def waiting_at(self, place: tuple[int, ...]) -> Iterator[None]:
-        """End this process if a rank that it waits for within has left behind an earlier place of the same loop."""
-        self._waits = place, monotonic()
-        try:
-            yield
-        finally:
-            self._waits = None
-
-    def leave(self, met: tuple[int, ...], received: tuple[int, ...]) -> None:
-        """Tell the others that this rank, which last ``met`` them at a place, may still come to ``received``."""
-        self._store.set(LEFT, json.dumps([self._rank, met, received]))
-
-    def left_before(self, place: tuple[int, ...], waited_seconds: float) -> str | None:
-        """Which rank has left the loop of this place, whose number comes first, and will not come to the place."""
-        with suppress(Exception):  # the store has ended with its rank
-            if self._store.check([LEFT]):
-                rank, met, received = json.loads(self._store.get(LEFT))
-                last = met if waited_seconds > PATIENCE_SECONDS else received
-                if last[0] == place[0] and tuple(last) < place:
-                    return f"rank {rank} left the loop while rank {self._rank} went on"
-        return None
 
     def _at_the_end(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """Replace ``sys.excepthook``, which sees failures of backward passes, of optimizers and of the user's code."""
@@ -203,10 +173,6 @@ class Watch:
                     self._has_answered = True
                 if dog is not None:
                     dog.visit(self._store)
-                if (waits := self._waits) is not None:
-                    place, since = waits
-                    if (left := self.left_before(place, monotonic() - since)) is not None:
-                        self._say(f"all ranks must take part in each step, got {left}")
             text = self._store.get(SAID).decode()
             if not self._has_failed.is_set():
                 self._print(f"rank {self._rank} ends, for {text}")
@@ -245,7 +211,6 @@ def _roll_in_words() -> str:
     """Call the roll, and say who answers."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     there: list[int] = []
-    seen = dict[int, str]()  # what ranks that do not answer did last
 
     def call() -> None:
         with suppress(Exception):  # the store has ended with its process
@@ -258,13 +223,7 @@ def _roll_in_words() -> str:
                 before, count = count, store.add(_COUNT, 0)
                 latest = monotonic() if count > before else latest
                 sleep(LOOK_SECONDS / 5)
-            found = [other for other in range(num_ranks) if store.check([_HERE.format(other)])]
-            for lost in sorted({*range(num_ranks)} - {*found})[:MOST_NAMED]:
-                if store.check([BEAT.format(lost)]):
-                    _, note = json.loads(store.get(BEAT.format(lost)))
-                    if note is not None:
-                        seen[lost] = f", last seen in {Note(*note).text()}"
-            there[:] = found
+            there[:] = [other for other in range(num_ranks) if store.check([_HERE.format(other)])]
 
     caller = Thread(target=call, daemon=True, name="omnibal-calls-the-roll")  # nobody knows whether the store answers
     caller.start()
@@ -277,13 +236,9 @@ def _roll_in_words() -> str:
     missing = sorted({*range(num_ranks)} - {*there})
     if not missing:
         return "all ranks answer, so that the network between them has failed"
-    named = "; ".join(f"rank {each}{seen[each]}" for each in missing if each in seen)
     was = "was" if len(there) == 1 else "were"
     does, its = ("does", "its") if len(missing) == 1 else ("do", "their")
-    return (
-        f"{ranks_in_words(there)} {was} there last, {ranks_in_words(missing)} {does} not answer"
-        f"{f' ({named})' if named else ''}: {its} {remedy}"
-    )
+    return f"{ranks_in_words(there)} {was} there last, {ranks_in_words(missing)} {does} not answer: {its} {remedy}"
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
