@@ -93,7 +93,6 @@ class Workspace:
     """Whether layers are measured on this machine, not counted."""
     replaces: bool = False
     """Whether the plan that training follows, and its profile, may be replaced."""
-    processes: int | None = None  # the most that measure lengths
     say: Say = LOG.info
     working: Working = _unseen
     warnings: list[str] = field(default_factory=list)  # of measurements whose costs are doubtful
@@ -191,7 +190,7 @@ class Workspace:
 
         data = self.section.data
         return open_dataset(
-            **self._data(part), decode=data.decode, processes=self.processes, measured=measured,
+            **self._data(part), decode=data.decode, measured=measured,
             cache=self.section.run.files.lengths if cache is None else cache,
             each_once=part == "train" and data.mixture is not None,
         )  # fmt: skip

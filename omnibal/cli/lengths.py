@@ -15,10 +15,8 @@ from tqdm import tqdm
 from omnibal.cli.options import (
     JsonOption,
     LimitsOption,
-    PictureOption,
     answer,
     check_folder,
-    check_picture,
     expect,
     open_workspace,
     problem_lines,
@@ -36,12 +34,10 @@ from omnibal.data.packs import Packs
 from omnibal.errors import ConfigError
 from omnibal.families.base import vision_unit_of
 from omnibal.report.packing import (
-    Arranged,
     PackingFigures,
     measure_packing,
     packing_notes,
     packing_table,
-    plot_rank_loads,
 )
 from omnibal.report.style import make_table
 from omnibal.workspace import FoundLengths, Workspace
@@ -49,7 +45,6 @@ from omnibal.workspace import FoundLengths, Workspace
 BROKEN_FILE = "broken.json"
 LOADS = ("vision_units", "llm_tokens", "target_tokens")
 REPLICAS: Final = 8  # if neither the command line nor a cluster says how many
-BEFORE: Final[Method] = "random"  # a picture shows it beside the chosen method
 # Samples packed before the clock starts: compiled code is compiled once and then cached.
 SAMPLES_TO_COMPILE: Final = 64
 FATES: Final[dict[Oversized, str]] = {"alone": "each has a pack of its own", "drop": "they are left out", "error": ""}
@@ -79,17 +74,6 @@ BrokenOption = Annotated[
     Literal["error", "skip"] | None,
     typer.Option(help="What to do with samples that cannot be read: stop and report them all, or leave them out."),
 ]
-DecodeOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--decode/--no-decode",
-        help="Decode images, videos and sounds to find broken ones, or read their headers alone; by default decode "
-        "if there are at most 5,000 items.",
-    ),
-]
-ProcessesOption = Annotated[
-    int | None, typer.Option(help="Most processes; by default one for each core, at most 32.", min=1)
-]
 SamplesOption = Annotated[
     str | None,
     typer.Option(help="Show these samples by their numbers, such as 4,17, as messages of training name them."),
@@ -110,14 +94,11 @@ def lengths(
     images: ImagesOption = None,
     max_tiles: TilesOption = None,
     broken: BrokenOption = None,
-    decode: DecodeOption = None,
-    processes: ProcessesOption = None,
     samples: SamplesOption = None,
     limits: LimitsOption = None,
     num_replicas: ReplicasOption = None,
     micro_batches: MicroBatchesOption = None,
     compare: CompareOption = False,
-    plot: PictureOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure all samples of a dataset, save their lengths, show what they are like and how they pack.
@@ -132,11 +113,10 @@ def lengths(
 
     Example: omnibal lengths data/train.json runs/lengths --model models/InternVL3-1B-hf
 
-    Example: omnibal lengths runs/lengths --num-replicas 16 --limits 40,12288 --compare --plot packs.png
+    Example: omnibal lengths runs/lengths --num-replicas 16 --limits 40,12288 --compare
     """
     kind = expect("source", source, ("ds_config", "dataset", "token lengths", "saved lengths"))
     check_folder("out", out)
-    check_picture("--plot", plot)
     fixed, options = read_limits(limits), {"model": model, "images": images, "max-tiles": max_tiles}
     if samples is not None and kind != "ds_config":
         raise ConfigError(f"source must be the run's ds_config to show --samples, got {source}")
@@ -144,7 +124,10 @@ def lengths(
     workspace = None
     if kind == "ds_config":
         refuse(options, "a ds_config names data and model")
-        workspace = open_workspace(source, broken=broken, decode=decode, processes=processes)
+        workspace = open_workspace(source)
+        if broken is not None:
+            data = workspace.section.data.model_copy(update={"broken": broken})
+            workspace.section = workspace.section.model_copy(update={"data": data})
         if not workspace.section.data.train:
             raise ConfigError(f"omnibal.data.train must name the data, got none in {source}")
         out = out or workspace.section.run.files.lengths
@@ -155,10 +138,8 @@ def lengths(
         found, unit = workspace.found_lengths, workspace.vision_unit
     elif kind == "dataset":
         images_folder = None if images is None else str(images)
-        data = DataSection(
-            train=str(source), images=images_folder, max_tiles=max_tiles, broken=broken or "error", decode=decode
-        )
-        found, unit = _measured(data, model, processes, out)
+        data = DataSection(train=str(source), images=images_folder, max_tiles=max_tiles, broken=broken or "error")
+        found, unit = _measured(data, model, out)
     else:
         refuse(options, f"{source} holds lengths")
         found = read_lengths([source], "source")
@@ -168,19 +149,17 @@ def lengths(
         problems = [asdict(problem) for problem in found.problems]
         (out / BROKEN_FILE).write_text(json.dumps(problems, indent=2, default=str) + "\n")
     task = _packing_of(workspace, found.lengths, fixed, (num_replicas, micro_batches), unit)
-    _answer(task, found, out, compare=compare, plot=plot, as_json=as_json)
+    _answer(task, found, out, compare=compare, as_json=as_json)
 
 
-def _measured(
-    data: DataSection, model: Path | None, processes: int | None, folder: Path | None
-) -> tuple[FoundLengths, str]:
+def _measured(data: DataSection, model: Path | None, folder: Path | None) -> tuple[FoundLengths, str]:
     """Lengths by the section that a ds_config with this data and model would have, and the model's vision unit."""
     if folder is None:
         raise ConfigError(f"out must name a folder for the lengths, got none: {data.train} is no ds_config")
     if model is None:
         raise ConfigError(f"--model must name the model's folder, got nothing: {data.train} is a dataset")
     section = OmnibalSection(model=ModelSection(path=str(model)), data=data)
-    workspace = Workspace({}, section, processes=processes)
+    workspace = Workspace({}, section)
     return workspace.measured_lengths(folder), vision_unit_of(workspace.records)
 
 
@@ -204,24 +183,16 @@ def _show(workspace: Workspace, numbers: str, *, as_json: bool) -> None:
     answer(shown, *lines, as_json=as_json)
 
 
-def _answer(
-    task: "_PackingTask", found: FoundLengths, folder: Path | None, *, compare: bool, plot: Path | None, as_json: bool
-) -> None:
-    # A method that is both shown and drawn is packed once.
-    shown = get_args(Method) if compare else (task.packing.method,)
-    drawn = tuple(dict.fromkeys((BEFORE, task.packing.method))) if plot else ()
-    results = {name: task.run(name) for name in dict.fromkeys((*shown, *drawn))}
-    if plot is not None:
-        plot_rank_loads({f"{name} packs": results[name][1] for name in drawn}, plot, task.vision_unit)
-    figures, packed = statistics_of(found.lengths), [results[name][0] for name in shown]
-    plots, trap = [] if plot is None else [str(plot)], find_trap(task.lengths, task.limits)
+def _answer(task: "_PackingTask", found: FoundLengths, folder: Path | None, *, compare: bool, as_json: bool) -> None:
+    packed = [task.run(name) for name in (get_args(Method) if compare else (task.packing.method,))]
+    figures, trap = statistics_of(found.lengths), find_trap(task.lengths, task.limits)
     warnings = [] if trap is None else [trap]
     broken = [] if folder is None or not found.problems else [f"all of them: {folder / BROKEN_FILE}"]
     record = {"folder": folder, "content_hash": found.lengths.content_hash, **figures}
     record |= {"broken": [asdict(problem) for problem in found.problems]}
     methods = [entry.to_record() for entry in packed]
     answer(
-        record | {"packs": task.to_record() | {"methods": methods, "warnings": warnings, "plots": plots}},
+        record | {"packs": task.to_record() | {"methods": methods, "warnings": warnings}},
         lengths_table(figures, task.vision_unit),
         *problem_lines(found),
         *broken,
@@ -229,7 +200,6 @@ def _answer(
         packing_table(packed, task.num_replicas, task.vision_unit),
         *packing_notes(task.num_replicas),
         *(f"warning: {warning}" for warning in warnings),
-        *(f"drawn: {path}" for path in plots),
         *([] if folder is None else [f"written: {folder}"]),
         as_json=as_json,
     )
@@ -276,7 +246,7 @@ class _PackingTask:
     packing: PackingSection
     vision_unit: str
 
-    def run(self, method: Method) -> tuple[PackingFigures, Arranged]:
+    def run(self, method: Method) -> PackingFigures:
         # A few samples first: the seconds that are shown are of packing, not of compiling. Under "alone" an oversized
         # one among these raises nothing.
         first = self.lengths.take(np.arange(min(len(self.lengths), SAMPLES_TO_COMPILE)))
@@ -285,7 +255,7 @@ class _PackingTask:
         started = time.perf_counter()
         epoch = self.arrange(method)
         packs = _pack_all(epoch, method)
-        figures = measure_packing(
+        return measure_packing(
             method,
             self.lengths,
             self.limits,
@@ -294,7 +264,6 @@ class _PackingTask:
             seconds=time.perf_counter() - started,
             left_out=self.num_oversized if self.packing.oversized == "drop" else 0,
         )
-        return figures, Arranged(packs.load(self.lengths), epoch.steps)
 
     def arrange(self, method: Method) -> Epoch:
         options = self.packing.model_copy(update={"method": method}).options

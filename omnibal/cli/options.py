@@ -5,7 +5,6 @@ Answers go to stdout, as tables for people or as JSON for programs; what a comma
 
 import json
 import os
-import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -45,23 +44,6 @@ LimitsOption = Annotated[
 ]
 PictureOption = Annotated[Path | None, typer.Option(help="Draw a picture, into this PNG.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
-
-
-def _check_quotes(options: str | None) -> str | None:
-    try:
-        shlex.split(options or "")
-    except ValueError as error:
-        raise typer.BadParameter(f"must be options as on a command line, got {options!r}: {error}") from error
-    return options
-
-
-LauncherOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Options of the deepspeed launcher that runs trials; by default a process here for each device.",
-        callback=_check_quotes,
-    ),
-]
 
 
 def read_limits(text: str | None) -> tuple[int, int] | None:
@@ -285,11 +267,9 @@ def open_workspace(
     profile: Path | None = None,
     lengths: Sequence[Path] | None = None,
     cluster: str | None = None,
-    broken: Literal["error", "skip"] | None = None,
-    decode: bool | None = None,
     **options: Any,
 ) -> Workspace:
-    """The workspace of a command line: a ds_config, or a plan or a profile where someone has none."""
+    """The workspace of a command line: of a ds_config, or of a plan that is only looked at."""
     # What the command line names comes before what the ds_config says or lies in its folder; see Workspace.
     kind = expect("source", source, kinds)
     named = Overrides(
@@ -299,15 +279,7 @@ def open_workspace(
     )
     options = {"source": source, "makes": True, "say": say, "working": working, **options}
     if kind == "ds_config":
-        workspace = _read_config(source, overrides=named, **options)
-        named_here = {key: value for key, value in (("broken", broken), ("decode", decode)) if value is not None}
-        if named_here:
-            data = workspace.section.data.model_copy(update=named_here)
-            workspace.section = workspace.section.model_copy(update={"data": data})
-        return workspace
-    if kind == "profile":
-        costs = ModelProfile.load(source)
-        return Workspace(*_config_of(costs, 1), overrides=replace(named, profile=costs), **options)
+        return _read_config(source, overrides=named, **options)
     # A plan lies in a run's folder, beside the profile and the lengths that it was made from; or names its ds_config.
     plan, beside = Plan.load(source), RunFiles(source.parent)
     if named.profile is None and not beside.profile.is_file():
@@ -319,7 +291,10 @@ def open_workspace(
     found = named.lengths
     if lengths is None and (beside.lengths / "lengths.json").is_file():
         found = read_lengths([beside.lengths], "--lengths")
-    config, section = _config_of(costs, plan.layout.zero_stage, plan.made_from.get("request", {}))
+    # The ds_config of someone who has none: what the profile says, and what the plan was asked for.
+    packing = {key: value for key, value in plan.made_from.get("request", {}).items() if key in ("method", "seed")}
+    section = OmnibalSection.model_validate({"model": {"frozen": list(costs.frozen_parts)}, "packing": packing})
+    config = {"bf16": {"enabled": costs.dtype == "bfloat16"}, "zero_optimization": {"stage": plan.layout.zero_stage}}
     return Workspace(config, section, overrides=Overrides(found, costs, named.cluster, plan), **options)
 
 
@@ -331,15 +306,6 @@ def _read_config(path: Path, **options: Any) -> Workspace:
     except ConfigError as error:
         raise error if str(path) in str(error) else ConfigError(f"{path}: {error}") from error
     return workspace
-
-
-def _config_of(
-    profile: ModelProfile, zero_stage: int, request: Mapping[str, Any] | None = None
-) -> tuple[dict[str, Any], OmnibalSection]:
-    """The ds_config of someone who has none: what a profile says, and what a plan was asked for."""
-    packing = {key: (request or {})[key] for key in ("method", "seed") if key in (request or {})}
-    config = {"bf16": {"enabled": profile.dtype == "bfloat16"}, "zero_optimization": {"stage": zero_stage}}
-    return config, OmnibalSection.model_validate({"model": {"frozen": list(profile.frozen_parts)}, "packing": packing})
 
 
 def read_lengths(paths: Sequence[Path], name: str) -> FoundLengths:

@@ -1,18 +1,17 @@
-"""omnibal plan: pack limits, partition and recompute together, for the cluster's memory; or a look at a plan."""
+"""omnibal plan: pack limits, partition and recompute together; or a look at a plan. omnibal report: a page about it."""
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from omnibal.advise.estimate import Way
 from omnibal.cli.options import (
     ClusterOption,
     JsonOption,
-    LauncherOption,
     LengthsOption,
     LimitsOption,
     PictureOption,
@@ -20,34 +19,47 @@ from omnibal.cli.options import (
     answer,
     check_file,
     check_picture,
+    expect,
     open_workspace,
     read_limits,
     refuse,
     say,
 )
 from omnibal.cli.plan_report import GainOverPresent, PlanReport, trial_line, trial_row
-from omnibal.cli.planning import LayoutChoice, WeighedLayouts, median_packs, plan_of, present_plan, request_of, solve
+from omnibal.cli.planning import (
+    LayoutChoice,
+    cheapest_way,
+    median_packs,
+    plan_of,
+    present_plan,
+    present_rate,
+    request_for_winner,
+    request_of,
+    solve,
+    weigh,
+)
 from omnibal.config import RunFiles, check_batch
-from omnibal.errors import ConfigError, InfeasibleError
+from omnibal.data.limits import largest_load
+from omnibal.errors import ConfigError, InfeasibleError, require
 from omnibal.plan import Plan
 from omnibal.planner import PlanRequest, PlanResult
+from omnibal.planner.prediction import Variant, variants_up_to
 from omnibal.planner.search import Choice, retreat
 from omnibal.profile.calibration import Calibration
+from omnibal.report.page import PlanPart, write_page
 from omnibal.report.stages import Explanation
 from omnibal.report.style import Row
+from omnibal.report.training import Metrics, read_metrics
 from omnibal.workspace import Workspace
 
 if TYPE_CHECKING:
     from omnibal.trials import Trial  # needs torch
 
+BATCH_SIZE: Final = 4  # samples in each of the random, padded batches that the page begins with
+REPORTED_STEPS: Final = 64  # of real packs, spread over an epoch
+
 # Options, in the order of --help.
-SourceArgument = Annotated[
-    Path, typer.Argument(help="A ds_config; or, without one, a profile. Of a plan.json: a look at it, nothing is made.")
-]
-SamplesOption = Annotated[
-    int | None,
-    typer.Option(help="Samples in an optimizer step, whatever packs are like; by default as many as now.", min=1),
-]
+SourceArgument = Annotated[Path, typer.Argument(help="A ds_config. Of a plan.json: a look at it, nothing is made.")]
 StagesOption = Annotated[int | None, typer.Option(help="Number of pipeline stages.", min=1)]
 LayoutOption = Annotated[
     LayoutChoice,
@@ -63,10 +75,6 @@ FromRunOption = Annotated[
 TrialsOption = Annotated[
     int, typer.Option(help="Train a few steps under this many of the best plans, and keep the fastest.", min=0)
 ]
-OutOption = Annotated[
-    Path | None,
-    typer.Option(help="File of the plan; by default what-if/plan.json in the ds_config's run.output, or plan.json."),
-]
 WriteOption = Annotated[
     bool, typer.Option("--write", help="Put the plan where training finds it: plan.json in the ds_config's run.output.")
 ]
@@ -81,15 +89,12 @@ def plan(
     cluster: ClusterOption = None,
     lengths: LengthsOption = None,
     profile: ProfileOption = None,
-    samples_per_step: SamplesOption = None,
     limits: LimitsOption = None,
     num_stages: StagesOption = None,
     layout: LayoutOption = "pipeline",
     measure: MeasureOption = False,
     from_run: FromRunOption = None,
     trials: TrialsOption = 0,
-    launcher: LauncherOption = None,
-    out: OutOption = None,
     write: WriteOption = False,
     explain: ExplainOption = False,
     plot: PictureOption = None,
@@ -111,39 +116,35 @@ def plan(
     Example, a look at a plan: omnibal plan runs/mine/plan.json --plot timeline.png
     """
     # Wrong arguments are refused before anything is planned.
-    check_file("--out", out)
     check_picture("--plot", plot)
-    asked: dict[str, object] = {"samples-per-step": samples_per_step, "limits": limits, "num-stages": num_stages}
+    asked: dict[str, object] = {"limits": limits, "num-stages": num_stages}
     workspace = open_workspace(
-        source, kinds=("ds_config", "profile", "plan"), profile=profile, lengths=lengths, cluster=cluster,
-        measures=measure, replaces=write,
+        source, kinds=("ds_config", "plan"), profile=profile, lengths=lengths, cluster=cluster, measures=measure,
+        replaces=write,
     )  # fmt: skip
     if workspace.overrides.plan is not None:
-        made = {"measure": measure, "from-run": from_run, "trials": trials, "out": out, "write": write}
+        made = {"measure": measure, "from-run": from_run, "trials": trials, "write": write}
         refuse(asked | made, f"{source} is a plan, which is only shown")
         _show(workspace, plot, as_json=as_json)
         return
     if layout != "pipeline":
-        refuse(asked | {"samples-per-step": None}, "--layout weighs all of them")
-    place = _place(workspace, out)
-    _check(workspace, place, trials=trials > 0, from_run=from_run)
-    fixed, weighs = read_limits(limits), layout != "pipeline"
-    request = _request(workspace, from_run, samples_per_step, fixed, num_stages, weighs=weighs)
-    weighed = WeighedLayouts.of(workspace, request, layout) if weighs else None
-    found = request if weighed is None else weighed.request(request)
-    if found is None:
-        assert weighed is not None, "what nothing was weighed for is planned"
-        answer(weighed.to_record(), *weighed.report.parts(), *weighed.lines(), as_json=as_json)
+        refuse(asked, "--layout weighs all of them")
+    _check(workspace, needs_true_costs=trials > 0 and from_run is None)
+    request = _request(workspace, from_run, read_limits(limits), num_stages, weighs=layout != "pipeline")
+    weighed = None if layout == "pipeline" else weigh(workspace, request, layout)
+    found = request if weighed is None else request_for_winner(workspace, request, weighed.answer)
+    layouts = {} if weighed is None else {"layouts": weighed.to_record()}
+    table = [] if weighed is None else weighed.parts()
+    if isinstance(found, str):
+        answer(layouts, *table, f"nothing is written: {found}", as_json=as_json)
         return
     result = solve(workspace, found)
-    result, tried = _try_best(workspace, result, trials, launcher) if trials else (result, ())
-    report = _keep(workspace, result, tried, place)
+    result, tried = _try_best(workspace, result, trials) if trials else (result, ())
+    report = _keep(workspace, result, tried)
     say(*(f"warning: {doubt}" for doubt in workspace.warnings))
     if plot is not None:
         report.explanation.draw(plot)
-    table = [] if weighed is None else weighed.report.parts()
-    record = report.to_record(explain=explain) | ({"layouts": weighed.report.to_record()} if weighed else {})
-    answer(record, *table, *report.parts(explain=explain), as_json=as_json)
+    answer(report.to_record(explain=explain) | layouts, *table, *report.parts(explain=explain), as_json=as_json)
 
 
 def _show(workspace: Workspace, plot: Path | None, *, as_json: bool) -> None:
@@ -160,7 +161,6 @@ def _show(workspace: Workspace, plot: Path | None, *, as_json: bool) -> None:
 def _request(
     workspace: Workspace,
     from_run: Path | None,
-    samples_per_step: int | None,
     limits: tuple[int, int] | None,
     num_stages: int | None,
     *,
@@ -174,43 +174,24 @@ def _request(
         # The run can adopt a plan only under the limits of its packs.
         own = Plan.load(run.run_plan).limits if run.run_plan.is_file() else workspace.limits
         limits = limits or (own.vision_units, own.llm_tokens)
-    return request_of(workspace, samples_per_step, limits, num_stages, weighs=weighs)
+    return request_of(workspace, limits, num_stages, weighs=weighs)
 
 
-def _place(workspace: Workspace, out: Path | None) -> Path:
-    """Where the plan goes: what the command line names, or where the workspace keeps plans."""
-    followed = workspace.followed_plan
-    if workspace.replaces and workspace.files is not None:
-        refuse({"out": out}, f"--write puts the plan into {workspace.kept_plan}, where training finds it")
-        if followed not in (None, workspace.kept_plan):
-            raise ConfigError(
-                f"omnibal.pipeline.plan must be left out for --write, got {followed}; training then follows "
-                f"{workspace.kept_plan}"
-            )
-    if followed is not None and out is not None and out.resolve() == followed.resolve():
-        raise ConfigError(
-            f"--out must be another file than the plan that {workspace.source} follows, got {out}; say --write"
-        )
-    if out is None:
-        out = Path("plan.json") if workspace.files is None else workspace.kept_plan
-    check_file("--out", out)
-    return out
-
-
-def _check(workspace: Workspace, out: Path, *, trials: bool, from_run: Path | None) -> None:
+def _check(workspace: Workspace, *, needs_true_costs: bool) -> None:
     """Refuse, before anything is planned, what could not be done with the plan."""
-    asked_of = {"trials": trials, "write": workspace.replaces, "measure": workspace.measures, "from-run": from_run}
-    for option, asked in asked_of.items():
-        if asked and workspace.files is None:
-            raise ConfigError(f"--{option} must come with a ds_config, got {workspace.source}")
-    if trials and from_run is None and workspace.profile.versions:
-        # Costs of another device or other software tell nothing of the trials; counted ones hold anywhere.
+    check_file("the plan", workspace.kept_plan)
+    if needs_true_costs and workspace.profile.versions:
+        # Costs of another device or other software tell nothing of trials; counted ones hold anywhere.
         from omnibal.vlm.measure import measured_versions
         from omnibal.vlm.passes import device_name, this_device
 
         workspace.profile.check_matches(device=device_name(this_device()), versions=measured_versions())
-    if workspace.replaces:
-        _check_alone(Path(str(workspace.source)), out)
+    followed = workspace.followed_plan
+    if workspace.replaces and followed not in (None, workspace.kept_plan):
+        raise ConfigError(
+            f"omnibal.pipeline.plan must be left out for --write, got {followed}; training then follows "
+            f"{workspace.kept_plan}"
+        )
     if workspace.config.get("train_batch_size", "auto") == "auto":
         return
     # A train_batch_size must follow on the ds_config's own cluster, in whose place a what-if may put another one.
@@ -221,87 +202,134 @@ def _check(workspace: Workspace, out: Path, *, trials: bool, from_run: Path | No
     check_batch(workspace.run_config, layout.num_replicas)
 
 
-def _check_alone(config: Path, out: Path) -> None:
-    """Refuse to replace the file of a plan that was made for another ds_config, which still follows it."""
-    try:
-        other = Path(Plan.load(out).made_from.get("ds_config", config))
-    except ConfigError:  # no plan, or none that training could read
-        return
-    if other.is_file() and not other.samefile(config):
-        raise ConfigError(
-            f"omnibal.run.output must be another folder than that of {other}, whose plan is {out}, got it for "
-            f"{config}; leave it out (the folder is then runs/{config.stem}), or name one"
-        )
-
-
-def _keep(workspace: Workspace, result: PlanResult, tried: tuple[Row, ...], out: Path) -> PlanReport:
+def _keep(workspace: Workspace, result: PlanResult, trials: tuple[Row, ...]) -> PlanReport:
     """Save the plan; with what it gains over the configuration before."""
-    if workspace.files is not None:
-        # A look at the plan opens this ds_config, and `_check_alone` reads it.
-        made_from = {**result.plan.made_from, "ds_config": str(workspace.source)}
-        result = replace(result, plan=replace(result.plan, made_from=made_from))
+    # A look at the plan opens this ds_config.
+    made_from = {**result.plan.made_from, "ds_config": str(workspace.source)}
+    result = replace(result, plan=replace(result.plan, made_from=made_from))
     gain = GainOverPresent.of(workspace, result.plan)  # the plan that was followed before is read here
-    result.plan.save(out)
-    if not workspace.replaces:
-        return PlanReport(workspace, result, gain, out, tried)
-    # Keys of the ds_config, such as a number of stages, may say something else than the command line did.
-    known = replace(workspace.overrides, lengths=workspace.found_lengths, profile=workspace.profile)
-    try:
-        present_plan(Workspace.read(Path(str(workspace.source)), overrides=known))
-    except ConfigError as error:
-        return PlanReport(workspace, result, gain, out, tried, refused=str(error))
-    return PlanReport(workspace, result, gain, out, tried)
+    report = PlanReport(workspace, result, gain, trials)
+    result.plan.save(report.out)
+    if workspace.replaces:
+        # Keys of the ds_config, such as a number of stages, may say something else than the command line did.
+        known = replace(workspace.overrides, lengths=workspace.found_lengths, profile=workspace.profile)
+        try:
+            present_plan(Workspace.read(Path(str(workspace.source)), overrides=known))
+        except ConfigError as error:
+            return replace(report, refused=str(error))
+    return report
 
 
-def _try_best(
-    workspace: Workspace, result: PlanResult, count: int, launcher: str | None
-) -> tuple[PlanResult, tuple[Row, ...]]:
+def _try_best(workspace: Workspace, result: PlanResult, count: int) -> tuple[PlanResult, tuple[Row, ...]]:
     """Run the ``count`` best plans on the real engine; the result with the fastest of them, and all trials.
 
     Where memory runs out, a trial is followed by one of a plan that holds less. How each did is said as it comes.
     """
-    layout = result.choice.model.layout
-    options = shlex.split(launcher) if launcher else ["--num_gpus", str(layout.num_devices)]
-    tries = [_Try(result, choice, f"plan {place}") for place, choice in enumerate(result.tried[:count], start=1)]
-    for each in tries:
-        each.run(workspace.whole_config, options)
-    done = [entry for each in tries for entry in each.done]
+    done = [
+        entry
+        for number, choice in enumerate(result.tried[:count], start=1)
+        for entry in _try(workspace, result, choice, f"plan {number}")
+    ]
     seconds, best, _ = min(done, key=lambda entry: entry[0])
-    figures = tuple(entry[2] for entry in done)
+    figures = tuple(row for *_, row in done)
     if seconds == float("inf"):
         raise InfeasibleError(f"a plan must run, got {len(done)} failures; the first: {figures[0]['outcome']}")
     return replace(result, plan=result.plan_of(best), choice=best), figures
 
 
-class _Try:
-    """A plan on the real engine, and then the plans that hold less and less until one fits."""
+def _try(workspace: Workspace, result: PlanResult, choice: Choice, name: str) -> list[tuple[float, Choice, Row]]:
+    """Run a plan on the real engine, then those that hold less and less until one fits.
 
-    def __init__(self, result: PlanResult, choice: Choice, name: str) -> None:
-        self._result, self._choice, self._name = result, choice, name
-        # Measured seconds per sample (infinite where the trial failed), the choice that ran, and the trial's figures.
-        self.done: list[tuple[float, Choice, Row]] = []
+    Of each: measured seconds per sample (infinite where the trial failed), the choice that ran, the trial's figures.
+    """
+    from omnibal.trials import run_trials
 
-    def run(self, config: dict[str, object], options: list[str]) -> None:
-        from omnibal.trials import run_trials
+    done: list[tuple[float, Choice, Row]] = []
 
-        plan = self._result.plan_of(self._choice)
-        budgets = plan.known_cluster.allocatable_bytes(plan.layout)
-        run_trials(
-            config, [plan], launcher_options=options, budget_bytes=budgets,
-            on_trial=self._on_trial, retreat=self._retreat,
-        )  # fmt: skip
+    def on_trial(trial: Trial) -> None:
+        row = trial_row(name + f", retreat {len(done)}" * (len(done) > 0), trial)
+        done.append((trial.median_seconds / choice.model.packing.samples_per_step, choice, row))
+        say(trial_line(row))
 
-    def _on_trial(self, trial: Trial) -> None:
-        name = self._name + f", retreat {len(self.done)}" * (len(self.done) > 0)
-        figures = trial_row(name, trial)
-        seconds = trial.median_seconds / self._choice.model.packing.samples_per_step
-        self.done.append((seconds, self._choice, figures))
-        say(trial_line(figures))
-
-    def _retreat(self, trial: Trial) -> Plan | None:
+    def ease(trial: Trial) -> Plan | None:
         """What to run after a trial that was short of memory; None where no layer is left to recompute."""
+        nonlocal choice
         try:
-            self._choice = retreat(self._choice, trial.missing_bytes)
+            choice = retreat(choice, trial.missing_bytes)
         except InfeasibleError:
             return None
-        return self._result.plan_of(self._choice)
+        return result.plan_of(choice)
+
+    plan = result.plan_of(choice)
+    run_trials(
+        workspace.whole_config, [plan], launcher_options=["--num_gpus", str(plan.layout.num_devices)],
+        budget_bytes=plan.known_cluster.allocatable_bytes(plan.layout), on_trial=on_trial, retreat=ease,
+    )  # fmt: skip
+    return done
+
+
+def report(
+    source: Annotated[
+        Path, typer.Argument(help="A ds_config, for its plan and its run; or a plan, or a run's folder.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="File of the page; by default report.html in the ds_config's run.output, or here."),
+    ] = None,
+    profile: ProfileOption = None,
+    lengths: LengthsOption = None,
+    cluster: ClusterOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write one page that shows what a plan changes and what a run did.
+
+    It opens with the gain over what the ds_config trains with now and over a
+    trainer's own settings, and with how uneven your data makes random batches;
+    it goes on with data, partition, memory, timeline, predicted gain, and the
+    figures of a run. Pictures are in the file: send it to anyone.
+
+    Example: omnibal report ds_configs/mine.json
+
+    Example: omnibal report runs/quickstart --out quickstart.html
+    """
+    # A page has a part about the plan, a part about the run, or both: whatever the source has.
+    require("matplotlib")
+    kind = expect("source", source, ("ds_config", "plan", "run"))
+    check_file("--out", out)
+    part, files = None, RunFiles(source) if kind == "run" else None
+    if kind != "run":
+        workspace = open_workspace(source, kinds=(kind,), profile=profile, lengths=lengths, cluster=cluster)
+        files = workspace.files or RunFiles(source.parent)
+        if workspace.named_plan is not None or workspace.known_cluster is not None or files.plan.is_file():
+            plan, found = plan_of(workspace), workspace.lengths
+            variants = variants_up_to(plan, workspace.profile, found, batch_size=BATCH_SIZE, steps=REPORTED_STEPS)
+            part = PlanPart(variants, _others(workspace, plan, variants[-1]), largest_load(found, plan.limits))
+        elif files.metrics.is_file():
+            say("what a plan changes is left out: nothing says which cluster; --cluster 8xA100-80GB does")
+        else:
+            workspace.cluster  # says how to give one  # noqa: B018
+    assert files is not None
+    metrics = _read_run(files, is_needed=part is None)
+    out = out or (files.report if kind == "ds_config" else Path("report.html"))
+    check_file("--out", out)
+    write_page(out, plan=part, run=metrics)
+    rates = {} if part is None else {variant.name: variant.samples_per_second for variant in part.variants}
+    others = {} if part is None else {way.name: way.samples_per_second for way in part.others}
+    answer({"written": out, "samples_per_second": rates, "others": others}, f"written: {out}", as_json=as_json)
+
+
+def _others(workspace: Workspace, plan: Plan, last: Variant) -> tuple[Way, ...]:
+    """What the ds_config trains with, unless that is the plan, and the cheapest alternative."""
+    cheapest = cheapest_way(workspace, plan.known_cluster, last.samples_per_step)
+    present = present_rate(workspace) if workspace.followed_plan is None else None
+    return (cheapest,) if present is None else (Way("the present configuration", present), cheapest)
+
+
+def _read_run(files: RunFiles, *, is_needed: bool) -> Metrics | None:
+    """The log of a run, refused where it is needed and has no step."""
+    metrics = read_metrics(files.metrics) if files.metrics.is_file() else None
+    if metrics is not None and metrics.steps:
+        return metrics
+    if is_needed:
+        raise ConfigError(f"a report must be about a plan or a run that has trained a step, got {files.folder}")
+    return None

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from dataclasses import replace
+from typing import Final, Literal
 
 from omnibal.advise.changes import TRAINER, settings_alone
 from omnibal.advise.estimate import Scenario, Way
 from omnibal.advise.fitting import check_weighable
-from omnibal.advise.layouts import KINDS, Kind, WeighedLayout, weigh_layouts
-from omnibal.advise.paste import STAGES, offered_by, propose
+from omnibal.advise.layouts import KINDS, Kind, LayoutAnswer, weigh_layouts
+from omnibal.advise.paste import offered_by
 from omnibal.advise.question import MEASURED
 from omnibal.cluster import Cluster
 from omnibal.config import dtype_of, layout_of
@@ -36,12 +35,10 @@ IMAGE_TOKENS: Final = 9 * 256
 MICRO_BATCHES_PER_STAGE: Final = 4  # where nothing is said: the bubble is then a fifth at most
 STEPS: Final = 32  # steps of an epoch that the present configuration and the plan are compared on
 MEDIAN_OF: Final = 32  # steps, spread over an epoch, of which the median one is taken
-LayoutChoice = Literal["auto", "pipeline", "spread", "units", "zero"]
+LayoutChoice = Literal["auto", "pipeline", "spread", "units"]
 WEIGHED: Final[Mapping[LayoutChoice, tuple[Kind, ...]]] = {
-    "auto": tuple(KINDS), "spread": ("spread",), "units": ("units",), "zero": ("zero", "rearranged"),
+    "auto": tuple(KINDS), "spread": ("spread",), "units": ("units",),
 }  # fmt: skip
-PLANNED: Final[tuple[Kind, ...]] = ("pipeline", "tensor", "spread", "units")
-PAGES: Final[Mapping[Kind, str]] = {"zero": "docs/trainer.md", "rearranged": "docs/rearranging.md"}
 
 
 def plan_of(workspace: Workspace) -> Plan:
@@ -70,7 +67,6 @@ def solve(workspace: Workspace, request: PlanRequest) -> PlanResult:
 
 def request_of(
     workspace: Workspace,
-    samples_per_step: int | None = None,
     limits: tuple[int, int] | None = None,
     num_stages: int | None = None,
     *,
@@ -78,7 +74,7 @@ def request_of(
 ) -> PlanRequest:
     """What the ds_config asks of a plan, but for what is given; ``weighs``: other layouts are weighed first."""
     packing, pipeline = workspace.section.packing, workspace.section.pipeline
-    layout, samples = layout_of(workspace.config, 1, 1), samples_per_step or workspace.samples_per_step
+    layout, samples = layout_of(workspace.config, 1, 1), workspace.samples_per_step
     request = PlanRequest(
         cluster=workspace.cluster,
         num_stages=num_stages or (None if pipeline.num_stages == "auto" else pipeline.num_stages),
@@ -100,8 +96,6 @@ def request_of(
 
 def _present_samples(workspace: Workspace) -> int:
     """Samples of a step of the present configuration, on average."""
-    if workspace.files is None:
-        raise ConfigError(f"--samples-per-step must be given beside a profile, got none with {workspace.source}")
     _readable = workspace.profile, workspace.lengths  # outside: a missing file is no matter of the configuration
     try:
         return round(real_packs(workspace, present_plan(workspace), steps=1).samples_per_step)
@@ -110,18 +104,17 @@ def _present_samples(workspace: Workspace) -> int:
         if followed is not None and followed.predicted is not None:  # of other machines: its steps are as large
             return round(followed.predicted.samples_per_step)
         raise ConfigError(
-            f"--samples-per-step must be given where the present configuration cannot train, got none: {error}"
+            f"omnibal.packing.samples_per_step must be given, as the present configuration cannot train: {error}"
         ) from error
 
 
 def present_plan(workspace: Workspace) -> Plan:
     """What training does now, as a plan on the cluster: what the ds_config names or spells out.
 
-    Without a ds_config the model is cut by parameters and nothing recomputes.
+    Without a model (costs are named) it is cut by parameters and nothing recomputes.
     """
-    # With a model the ds_config's keys are resolved as training does; without one they say nothing of the layers.
     layout, profile = workspace.layout(), workspace.profile
-    if workspace.files is not None and workspace.section.model.path is not None:
+    if workspace.section.model.path is not None:
         plan = workspace.resolve_plan(workspace.model.records, layout, workspace.lengths)
     else:
         chosen = choose_limits(workspace.lengths) if workspace.has_lengths else None
@@ -161,7 +154,7 @@ def usual_limits(layers: Sequence[LayerCost | LayerRecord]) -> tuple[int, int]:
 
 def counts_layers(workspace: Workspace) -> bool:
     """Whether layers' costs are counted, so that they can be counted for other numbers of tensor ranks, too."""
-    return not workspace.profile.versions and workspace.files is not None and workspace.section.model.path is not None
+    return not workspace.profile.versions and workspace.section.model.path is not None
 
 
 def scenario_of(workspace: Workspace, cluster: Cluster, samples_per_step: int) -> Scenario:
@@ -183,16 +176,20 @@ def scenario_of(workspace: Workspace, cluster: Cluster, samples_per_step: int) -
     )  # fmt: skip
 
 
+def rate_of(workspace: Workspace, plan: Plan) -> float:
+    """Samples a second of a plan, simulated on some steps of real packs."""
+    packing = real_packs(workspace, plan, steps=STEPS)
+    return Variant("plan", workspace.profile, plan, packing.steps, packing.samples_per_step).samples_per_second
+
+
 def present_rate(workspace: Workspace) -> float | None:
     """Samples a second of the present configuration; None if there is none that can train."""
     if workspace.files is None:
         return None
     try:
-        present = present_plan(workspace)
+        return rate_of(workspace, present_plan(workspace))
     except ConfigError:
         return None
-    packing = real_packs(workspace, present, steps=STEPS)
-    return Variant("present", workspace.profile, present, packing.steps, packing.samples_per_step).samples_per_second
 
 
 def cheapest_way(workspace: Workspace, cluster: Cluster, samples_per_step: float) -> Way:
@@ -203,98 +200,46 @@ def cheapest_way(workspace: Workspace, cluster: Cluster, samples_per_step: float
         return Way(TRAINER, lacks=f"is not estimated: {error}")
 
 
-@dataclass(frozen=True)
-class WeighedLayouts:
-    workspace: Workspace
-    scenario: Scenario
-    report: LayoutReport
+def weigh(workspace: Workspace, request: PlanRequest, choice: LayoutChoice) -> LayoutReport:
+    """Weigh the kinds of layout that a choice names on the workspace's samples."""
+    check_weighable(request.cluster, request.global_batch)
+    is_counted = counts_layers(workspace)
 
-    @classmethod
-    def of(cls, workspace: Workspace, request: PlanRequest, choice: LayoutChoice) -> WeighedLayouts:
-        """Weigh the kinds that a choice names on the workspace's samples."""
-        check_weighable(request.cluster, request.global_batch)
-        section = workspace.section
-        is_counted = counts_layers(workspace)
+    def profiles(encoder: int, language: int) -> ModelProfile:
+        # A plan is asked for, and the engine runs no others.
+        if choice in ("spread", "units") and (encoder, language) != (1, 1):
+            raise ConfigError(f"{choice} with tensor ranks, which do not run yet")
+        if not is_counted:
+            raise ConfigError(MEASURED)
+        return analytic_profile(
+            workspace.records, request.cluster.device, dtype=dtype_of(workspace.config),
+            frozen=workspace.section.model.frozen, tensor_parallel={"vision": encoder, "language": language},
+        )  # fmt: skip
 
-        def profiles(encoder: int, language: int) -> ModelProfile:
-            # A plan is asked for, and the engine runs no others.
-            if choice in ("spread", "units") and (encoder, language) != (1, 1):
-                raise ConfigError(f"{choice} with tensor ranks, which do not run yet")
-            if not is_counted:
-                raise ConfigError(MEASURED)
-            return analytic_profile(
-                workspace.records, request.cluster.device, dtype=dtype_of(workspace.config),
-                frozen=section.model.frozen, tensor_parallel={"vision": encoder, "language": language},
-            )  # fmt: skip
-
-        scenario = scenario_of(workspace, request.cluster, request.global_batch)
-        with workspace.working("weighing layouts") as said:
-            answer = weigh_layouts(
-                scenario, profiles, kinds=WEIGHED[choice], num_stages=request.num_stages, report=said
-            )
-        cheapest = cheapest_way(workspace, request.cluster, request.global_batch)
-        report = LayoutReport(answer, scenario, present_rate(workspace), best=cheapest)
-        if answer.winner is None:
-            raise InfeasibleError(f"a layout must fit {request.cluster}, got none; {'; '.join(report.lines()[1:])}")
-        return cls(workspace, scenario, report)
-
-    def request(self, asked: PlanRequest) -> PlanRequest | None:
-        winner = self.report.answer.winner
-        if winner is None or winner.plan is None or _degree(winner) != self.workspace.num_tensor:
-            return None
-        layout = winner.plan.layout
-        # Of pipelines all numbers of stages are searched again; of units, those of the encoder's devices that won.
-        stages = layout.num_stages if layout.has_units else asked.num_stages
-        return replace(asked, encoder=layout.encoder, num_stages=stages)
-
-    def lines(self) -> list[str]:
-        """What to do where the winner is no pipeline."""
-        today = self.report.answer.winner_today
-        if today is None:
-            return ["nothing is written: none of these layouts runs today; `--layout pipeline` plans a pipeline"]
-        degree, choice = _degree(today), "pipeline" if today.kind == "tensor" else today.kind
-        if degree not in (None, self.workspace.num_tensor):
-            return [
-                f'set: "num_tensor": {degree} in "pipeline" of the ds_config',
-                f"nothing is written: `--layout {choice}` then plans with as many tensor ranks",
-            ]
-        if today.recipe is None:
-            return [f"nothing is written: the winner does not run today; `--layout {choice}` plans what does"]
-        set_to = ", ".join(f'"{key}": {json.dumps(value)}' for key, value in self._keys(today).items())
-        limits = self._limits(today)
-        again = "on" if today.recipe.recompute == "full" else "off"
-        return [
-            f"set: {set_to} in the ds_config; gradient checkpointing {again}",
-            f"packs: PackLimits({limits['vision_units']}, {limits['llm_tokens']}) makes steps of as many samples; "
-            f"{PAGES[today.kind]} has the lines for your trainer",
-            "nothing is written: a plan is of a pipeline",
-        ]
-
-    def to_record(self) -> dict[str, Any]:
-        today = self.report.answer.winner_today
-        told = today is not None and today.recipe is not None
-        return {
-            "layouts": self.report.to_record(),
-            "ds_config": self._keys(today) if told and today else None,
-            "limits": self._limits(today) if told and today else None,
-        }
-
-    def _keys(self, found: WeighedLayout) -> dict[str, Any]:
-        assert found.recipe is not None, "the caller asks for data parallelism alone"
-        return {
-            "zero_optimization": {"stage": STAGES[found.recipe.sharding]},
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": found.micro_batches,
-        }
-
-    def _limits(self, found: WeighedLayout) -> dict[str, int]:
-        assert found.recipe is not None, "the caller asks for data parallelism alone"
-        lengths = self.scenario.lengths
-        limits = propose(self.scenario.estimate(found.recipe), lengths, num_samples=len(lengths)).limits
-        return {"vision_units": limits.vision_units, "llm_tokens": limits.llm_tokens}
+    scenario = scenario_of(workspace, request.cluster, request.global_batch)
+    with workspace.working("weighing layouts") as said:
+        answer = weigh_layouts(scenario, profiles, kinds=WEIGHED[choice], num_stages=request.num_stages, report=said)
+    cheapest = cheapest_way(workspace, request.cluster, request.global_batch)
+    report = LayoutReport(answer, scenario, present_rate(workspace), best=cheapest)
+    if answer.winner is None:
+        raise InfeasibleError(f"a layout must fit {request.cluster}, got none; {'; '.join(report.lines()[1:])}")
+    return report
 
 
-def _degree(found: WeighedLayout) -> int | None:
-    """Tensor ranks of a layout that `omnibal plan` can plan; None of others."""
-    is_planned = found.kind in PLANNED and found.runs_today
-    return found.plan.layout.num_tensor if is_planned and found.plan is not None else None
+def request_for_winner(workspace: Workspace, asked: PlanRequest, answer: LayoutAnswer) -> PlanRequest | str:
+    """What to ask of a plan of the layout that won; or in words why none is made."""
+    winner, today = answer.winner, answer.winner_today
+    if today is None:
+        return "none of these layouts runs today; `--layout pipeline` plans a pipeline"
+    found = winner if winner is not None and winner.runs_today else today
+    if found.plan is None:
+        return "what wins needs no pipeline; `omnibal advise --layouts` has the lines for your trainer"
+    layout = found.plan.layout
+    if layout.num_tensor != workspace.num_tensor:
+        return f'set "num_tensor": {layout.num_tensor} in "pipeline" of the ds_config, and plan again'
+    if found is not winner:
+        choice = "pipeline" if found.kind == "tensor" else found.kind
+        return f"the winner does not run today; `--layout {choice}` plans what does"
+    # Of pipelines all numbers of stages are searched again; of units, those of the encoder's devices that won.
+    stages = layout.num_stages if layout.has_units else asked.num_stages
+    return replace(asked, encoder=layout.encoder, num_stages=stages)

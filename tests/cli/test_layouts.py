@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from omnibal.advise.layouts import KINDS
+from omnibal.cli.planning import WEIGHED
 from omnibal.data.lengths import SampleLengths
 from omnibal.profile.records import ModelProfile
 from tests.cli.conftest import cluster_of
@@ -54,8 +55,9 @@ def planned(ds_config, lengths):
     """Asks `omnibal plan --layout auto` about a ds_config of the demo."""
 
     def ask(omnibal, *options, data="mix", cluster=CLUSTER, **sections):
-        config = ds_config(pipeline={"num_stages": "auto"}, cluster=cluster, **sections)
-        given = ("--layout", "auto", "--lengths", lengths / data, "--samples-per-step", 16, *options)
+        sections |= {"pipeline": {"num_stages": "auto"}, "packing": {"samples_per_step": 16}}
+        config = ds_config(cluster=cluster, **sections)
+        given = ("--layout", "auto", "--lengths", lengths / data, *options)
         answered = json.loads(omnibal("plan", config, *given, "--json").stdout)
         check_complete(answered["layouts"])
         return answered["layouts"]
@@ -109,9 +111,10 @@ def test_a_sample_that_fits_nowhere_gets_a_line_for_every_kind_and_what_would_fi
     assert "winner: none" in (tmp_path / "a.html").read_text()
 
 
-def test_a_plan_of_nothing_that_fits_is_refused_kind_by_kind(refusal, ds_config, lengths):
+def test_a_plan_of_nothing_that_fits_is_refused_kind_by_kind(refusal, ds_config, lengths, monkeypatch):
     small = json.dumps(dict(num_nodes=1, devices_per_node=2, device="A100-80GB", memory_bytes=1e6, overhead_bytes=0))
-    given = ("--layout", "zero", "--lengths", lengths / "mix", "--samples-per-step", 16, "--cluster", small)
-    line = refusal("plan", ds_config(), *given)
+    monkeypatch.setitem(WEIGHED, "auto", ("zero", "rearranged"))
+    given = ("--layout", "auto", "--lengths", lengths / "mix", "--cluster", small)
+    line = refusal("plan", ds_config(packing={"samples_per_step": 16}), *given)
     assert line.startswith("a layout must fit 2xA100-80GB, got none; cannot be: ZeRO with even packs: the")
     assert line.count("cannot be") == 2

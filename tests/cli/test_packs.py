@@ -39,7 +39,7 @@ def test_json_holds_the_figures_of_the_arranged_epoch(omnibal, saved):
     epoch = arrange_epoch(lengths, limits, num_replicas=4, micro_batches=2)
     assert set(record) == {
         "samples", "limits", "num_replicas", "micro_batches", "seed", "exchange_steps",
-        "oversized", "methods", "warnings", "plots",
+        "oversized", "methods", "warnings",
     }  # fmt: skip
     assert (record["samples"], record["num_replicas"], record["micro_batches"]) == (len(lengths), 4, 2)
     assert record["limits"]["vision_units"] == 16
@@ -140,13 +140,6 @@ def test_refused_oversized_samples_are_an_error_without_a_traceback(refusal, pac
     assert len(SampleLengths.load(tmp_path / "run" / "lengths")) == 4
 
 
-def test_a_picture_shows_before_and_after(omnibal, saved, tmp_path):
-    options = ["--limits", "16,4096", "--plot", tmp_path / "new" / "packs.png", "--json"]
-    written = packs_of(omnibal("lengths", saved, *options))["plots"]
-    assert written == [str(tmp_path / "new" / "packs.png")]
-    assert (tmp_path / "new" / "packs.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_what_cannot_be_read_is_refused(refusal, saved, tmp_path):
     (tmp_path / "text").write_text("hello")
     (tmp_path / "none.json").write_text("[]")
@@ -166,7 +159,6 @@ def test_what_cannot_be_read_is_refused(refusal, saved, tmp_path):
         ([saved, "--limits", f"9,{10**9}"], "llm_tokens must be between 1 and"),
         ([saved, "--limits", "16"], "--limits must be vision units and LLM tokens such as 16,4096, got '16'"),
         ([saved, "--limits", "16,-3"], "--limits must be vision units and LLM tokens such as 16,4096, got"),
-        ([saved, "--plot", tmp_path / "text"], "--plot must be a PNG, whose name ends in .png, got"),
     ):
         line = refusal("lengths", *arguments)
         assert message in line and "\n" not in line, arguments

@@ -69,7 +69,7 @@ def test_a_run_alone_has_its_measured_part_alone(omnibal, tmp_path):
 
 @pytest.mark.usefixtures("few_steps")
 def test_a_ds_config_says_where_plan_and_run_are(omnibal, ds_config, monkeypatch, tmp_path):
-    monkeypatch.setattr("omnibal.cli.report.STEPS", 2)
+    monkeypatch.setattr("omnibal.cli.plan.REPORTED_STEPS", 2)
     write_metrics(tmp_path / "run" / "metrics.jsonl")
     config = ds_config()
     record = json.loads(omnibal("report", config, "--json").stdout)

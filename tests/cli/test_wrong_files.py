@@ -10,7 +10,6 @@ from omnibal.cli.options import NAMES
 from omnibal.data.limits import PackLimits
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
-from tests.cli.conftest import cluster_of
 from tests.clusters import on_cluster
 from tests.pipeline.profiles import fixed_profile
 from tests.test_records import UNREADABLE
@@ -27,14 +26,12 @@ def model(demo, tmp_path):
 @pytest.mark.parametrize("kind", UNREADABLE)
 def test_json_that_cannot_be_read_is_named(refusal, demo, ds_config, tmp_path, kind):
     content, _ = UNREADABLE[kind]
-    fixed_profile([1, 2, 3]).save(tmp_path / "profile.json")
     wrong = tmp_path / "wrong.json"
     wrong.write_bytes(content)
     verbs = ("lengths", "profile", "plan", "report", "export", "ask")
-    of_profile = ("plan", tmp_path / "profile.json", "--num-stages", 2, "--cluster", cluster_of(2))
     commands = [
         *((verb, wrong) for verb in verbs),
-        (*of_profile, "--lengths", wrong),
+        ("plan", ds_config(), "--lengths", wrong),
         ("plan", ds_config(), "--profile", wrong),
         ("plan", ds_config(pipeline={"plan": str(wrong)})),
         ("ask", demo.model, "--meta", wrong),
@@ -229,11 +226,6 @@ def test_an_object_of_another_kind_is_said_with_its_keys(refusal, tmp_path):
 def test_too_many_tiles_are_refused(refusal, demo, tmp_path):
     line = refusal("lengths", demo.meta, tmp_path / "out", "--model", demo.model, "--max-tiles", 10**18)
     assert "max_tiles must be at most 1024" in line
-
-
-def test_options_that_no_launcher_takes_are_refused(omnibal, tmp_path):
-    output = omnibal("plan", tmp_path, "--launcher", '"', exit_code=2).stderr
-    assert "--launcher" in output and "No closing quotation" in output
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from runpy import run_path
+from shutil import copyfile
 from tempfile import TemporaryDirectory
 
 import numpy as np
 
 from omnibal.cli import app
+from omnibal.cli.options import open_workspace
 from omnibal.data.lengths import SampleLengths
 from tools.synthetic import INTERNVL_MIX, TOKENS_PER_TILE, patch_lengths, tiled_lengths
 
@@ -51,7 +53,9 @@ def main(names: list[str]) -> None:
         with TemporaryDirectory() as folder:
             LENGTHS[name]().save(Path(folder))
             config, plan = f"ds_configs/{name}.json", f"ds_configs/plans/{name}.json"
-            app(["plan", config, "--lengths", folder, "--out", plan], standalone_mode=False)
+            made = open_workspace(Path(config)).kept_plan
+            app(["plan", config, "--lengths", folder], standalone_mode=False)
+            copyfile(made, plan)
 
 
 if __name__ == "__main__":
