@@ -24,7 +24,7 @@ from omnibal.engine.checkpoint import _read_layer
 from omnibal.engine.saved_files import MANIFEST, SavedFile, latest_checkpoint, problem_of, read_manifest, write_manifest
 from omnibal.errors import OmnibalError
 from omnibal.formats.files import open_rows, stream_rows
-from omnibal.formats.images import image_size, load_image
+from omnibal.formats.media import image_size, load_image
 from omnibal.formats.shards import named_files
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan

@@ -23,12 +23,10 @@ from omnibal.errors import DataError
 from omnibal.families.base import ImageLoad, ImageRule, Size, SoundHeader, VideoHeader, VideoLoad
 from omnibal.formats.chat import IMAGE_MARK, Conversation, read_conversation
 from omnibal.formats.files import stream_rows
-from omnibal.formats.images import image_size
 from omnibal.formats.measured import COLUMNS, lengths_of, summed
+from omnibal.formats.media import image_size, sound_header, video_header
 from omnibal.formats.rows import Row, is_tar, parse_entry
 from omnibal.formats.shards import Shards, names_of, open_shards
-from omnibal.formats.sounds import sound_header
-from omnibal.formats.videos import video_header
 
 FIXED_TOKENS: Final = ("internvl", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Families whose vision units bring so many tokens each."""

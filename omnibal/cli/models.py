@@ -189,7 +189,7 @@ def ask(
     if bool(question) == (meta is not None):
         raise ConfigError("ask must get a question or --meta, got both or neither")
     # Imported once the arguments are right: torch and transformers take seconds.
-    from omnibal.formats.images import named
+    from omnibal.formats.media import named
     from omnibal.vlm.answer import Answerer
 
     model = source if section is None else _newest_model(section.run.files)
@@ -197,7 +197,7 @@ def ask(
     answerer = Answerer(model, device=device)
     answers = [(*entry, answerer.answer(entry[0], entry[1])) for entry in asked]
     if picture is not None:
-        from omnibal.formats.images import load_image
+        from omnibal.formats.media import load_image
         from omnibal.report.training import plot_answers
 
         plot_answers(

@@ -9,7 +9,7 @@ images do.
 import re
 from base64 import b64decode
 from binascii import Error
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -77,14 +77,6 @@ class Conversation:
     # In the order of `VIDEO_MARK` and `SOUND_MARK`, which are text where there is no video or no sound.
     videos: tuple[Video, ...] = ()
     sounds: tuple[Picture, ...] = ()
-
-    @property
-    def files(self) -> Iterator[Picture]:
-        """All files, and contents of files, of images, videos and sounds."""
-        yield from self.images
-        for video in self.videos:
-            yield from video if isinstance(video, tuple) else (video,)
-        yield from self.sounds
 
     @property
     def marks(self) -> tuple[str, ...]:

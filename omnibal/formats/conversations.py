@@ -26,21 +26,19 @@ from omnibal.errors import ConfigError, DataError, said
 from omnibal.families.base import WINDOWS
 from omnibal.formats.chat import read_conversation
 from omnibal.formats.files import RowPosition, files_of, is_table, stream_rows
-from omnibal.formats.images import MOST_PIXELS
 from omnibal.formats.measured import (
     COLUMNS,
     Broken,
-    DecodedFiles,
     Found,
     LengthsCache,
     Loads,
     Measured,
     lengths_of,
     settle_problems,
-    state_of,
     summed,
     survey,
 )
+from omnibal.formats.media import MOST_PIXELS
 from omnibal.formats.model_format import ModelFormat, Prepared
 from omnibal.formats.rows import Problem, Row, is_tar
 from omnibal.formats.shards import AnnotationFile, Ids, Shard, Shards, named_files, names_of, open_shards
@@ -78,14 +76,11 @@ class ConversationDataset:
         self._all = Shards(self.shards)
         self._format = model_format
         self._broken = broken
-        self._is_small = self._all.num_used_items <= DECODED_ITEMS
-        self._decodes = self._is_small if decode is None else decode
+        self._decodes = self._all.num_used_items <= DECODED_ITEMS if decode is None else decode
         self._processes = processes
         # Lengths are found again where annotations, model folder and settings are the same; images are taken to be
-        # unchanged if a few of them are. An interrupted pass goes on after the last 131,072 items that were complete.
+        # unchanged if a few of them are.
         self._cache = None if cache is None else LengthsCache(Path(cache), self._made_from())
-        # A file is decoded again only if its size or time of change is another one, whatever annotations name it.
-        self._decoded = DecodedFiles(None if cache is None else Path(cache) / f"{model_format.fingerprint}.decoded.npy")
         # Another process of the run has just measured these samples: take its lengths, and do not report again.
         self._is_measured = measured
         self._left_out: Ids = np.empty(0, dtype=np.int64)
@@ -154,18 +149,13 @@ class ConversationDataset:
 
     def _measure_all(self) -> Measured:
         items = self._all.used_items()
-        folder = self._cache.unfinished if self._cache else None
-        found = survey(
-            self._measure, items, len(COLUMNS) + 1, processes=self._processes, folder=folder, decodes=self._decodes,
-            name="decoding" if self._decodes else "lengths",
-        )  # fmt: skip
-        if self._decodes:
-            self._decoded.add(found.loads[found.usable, -1])
+        name = "decoding" if self._decodes else "lengths"
+        found = survey(self._measure, items, len(COLUMNS), processes=self._processes, decodes=self._decodes, name=name)
         samples = np.arange(self._all.num_samples)
         rows = np.searchsorted(items, self._all.item_of(samples))
         usable = found.usable[rows]
         lengths = lengths_of(
-            found.loads[rows[usable], :-1],
+            found.loads[rows[usable]],
             source=self._all.source_of(samples[usable]),
             source_names=names_of(self.shards),
             unit_name=None if self._format.family.sees else WINDOWS,
@@ -173,32 +163,17 @@ class ConversationDataset:
         return Measured(lengths, found.problems, items[~found.usable])
 
     def _still_true(self, kept: Measured) -> bool:
-        """Whether the broken items and a few others, spread over the data, are found as they were.
-
-        If files of a small dataset are decoded, all of them must have the sizes and times of change that they had.
-        """
+        """Whether the broken items and a few others, spread over the data, are found as they were."""
         left_out = self._all.samples_of(kept.broken_items)
         num_usable = self._all.num_samples - len(left_out)
         if not num_usable:
             return False
         some = np.unique(np.linspace(0, num_usable - 1, CHECKED_SAMPLES, dtype=np.int64))
         usable = self._all.item_of(_place_among_all(some, left_out))
-        if self._decodes and self._is_small:
-            items = np.setdiff1d(self._all.used_items(), kept.broken_items)
-            if not all(self._state(item) in self._decoded for item in items.tolist()):
-                return False
         again = self._measure(np.concatenate([kept.broken_items, usable]))
         columns = kept.lengths.take(some).columns()
         loads = zip(*(columns.get(name, np.zeros_like(some)).tolist() for name in COLUMNS), strict=True)
-        return [entry if isinstance(entry, Problem) else entry[:-1] for entry in again] == [*kept.problems, *loads]
-
-    def _state(self, item: int) -> int:
-        """The state of an item's files now; 0 if they cannot be told."""
-        shard, place = self._all.locate(item)
-        try:
-            return state_of(shard.conversation(place).files)
-        except (ValueError, OSError):
-            return 0
+        return again == [*kept.problems, *loads]
 
     def _made_from(self) -> Any:
         # Absolute paths, unresolved: hosts may differ in where a link leads.
@@ -209,16 +184,10 @@ class ConversationDataset:
         return shards, self._format.fingerprint, self._decodes
 
     def _measure(self, items: Ids) -> Found:
-        """Loads of some items, and the states of their files behind them; their texts are tokenised together."""
+        """Loads of some items, whose texts are tokenised together."""
         found = [self._prepared(item) for item in items.tolist()]
         encoded = iter(encode(self.tokenizer, [entry.rendered for entry in found if isinstance(entry, Prepared)]))
-        return [
-            entry if isinstance(entry, Problem) else (*_loads(entry, next(encoded)), self._state_of(entry))
-            for entry in found
-        ]
-
-    def _state_of(self, prepared: Prepared) -> int:
-        return state_of(prepared.files) if self._decodes else 0
+        return [entry if isinstance(entry, Problem) else _loads(entry, next(encoded)) for entry in found]
 
     def _prepared(self, item: int) -> Prepared | Problem:
         shard, number = self._all.locate(item)
@@ -226,7 +195,7 @@ class ConversationDataset:
 
         def prepare() -> Prepared:
             prepared = _prepare(row, shard, self._format)
-            if self._decodes and self._state_of(prepared) not in self._decoded:
+            if self._decodes:
                 self._format.check_decodes(prepared)
             return prepared
 

@@ -138,7 +138,7 @@ class TableRows:
 
 def _load_table(datasets: Any, path: Path, files: Sequence[Path]) -> Any:
     if files[0].is_file() and files[0].suffix != ".arrow":
-        return datasets.Dataset.from_parquet([str(file) for file in files], features=_common_features(datasets, files))
+        return datasets.Dataset.from_parquet([str(file) for file in files])
     if files[0].suffix == ".arrow":
         return datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
     table = datasets.load_from_disk(str(path))
@@ -147,30 +147,6 @@ def _load_table(datasets: Any, path: Path, files: Sequence[Path]) -> Any:
     if len(table) > 1 and "train" not in table:
         raise DataError(f"data must have a split 'train', got {', '.join(table)} in {path}; name the folder of one")
     return table["train"] if "train" in table else next(iter(table.values()))
-
-
-def _common_features(datasets: Any, files: Sequence[Path]) -> Any:
-    """What columns hold in all files, where these differ: a file may have nulls alone where others have values."""
-    import pyarrow as pa
-    from pyarrow.parquet import read_schema
-
-    schemas = [read_schema(file).remove_metadata() for file in files]
-    if all(schema.equals(schemas[0]) for schema in schemas):
-        return None  # what the files themselves say
-    first: dict[str, tuple[Path, Any]] = {}
-    for file, schema in zip(files, schemas, strict=True):
-        for column in schema:
-            before, known = first.get(column.name, (file, column))
-            try:
-                merged = pa.unify_schemas([pa.schema([known]), pa.schema([column])], promote_options="permissive")
-            except pa.ArrowException as error:
-                raise DataError(
-                    f"column {column.name!r} must have one type in all files, got {known.type} in {before} and "
-                    f"{column.type} in {file}"
-                ) from error
-            kept = file if pa.types.is_null(known.type) else before
-            first[column.name] = kept, merged.field(0)
-    return datasets.Features.from_arrow_schema(pa.schema([column for _, column in first.values()]))
 
 
 def _undecoded(feature: Any) -> Any:

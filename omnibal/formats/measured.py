@@ -9,9 +9,7 @@ import json
 import logging
 import multiprocessing
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
@@ -32,7 +30,6 @@ FORMAT: Final = 2  # changes with the rules by which lengths are measured
 PROBLEMS_FILE: Final = "problems.json"
 COLUMNS: Final = ("vision_units", "llm_tokens", "target_tokens", "vision_squared", "video_units", "sound_units")
 OPTIONAL: Final = COLUMNS[3:]
-BLOCK_ITEMS: Final = 1 << 17
 CHUNK_ITEMS: Final = 256
 # Starting a process costs about as much as measuring this many items, or decoding the files of so many.
 ITEMS_WORTH_A_PROCESS: Final = 4096
@@ -84,12 +81,11 @@ class Measured:
 
 
 class LengthsCache:
-    """A folder with one folder for each dataset that was measured, and one for what is being measured."""
+    """A folder with one folder for each dataset that was measured."""
 
     def __init__(self, folder: Path, made_from: Any) -> None:
         key = hashlib.blake2b(json.dumps([FORMAT, made_from], default=str).encode(), digest_size=16).hexdigest()
         self.path = folder / key
-        self.unfinished = folder / f"{key}.unfinished"
 
     def load(self) -> Measured | None:
         """The kept lengths, memory-mapped; None if there are none, or they cannot be read."""
@@ -112,41 +108,6 @@ class LengthsCache:
         with replaced_folder(self.path) as fresh:
             measured.lengths.save(fresh)
             (fresh / PROBLEMS_FILE).write_text(json.dumps(entries, indent=2, default=str) + "\n")
-        shutil.rmtree(self.unfinished, ignore_errors=True)
-
-
-class DecodedFiles:
-    """Files that were decoded without a fault, by the states (`state_of`) of the items that hold them."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self.states: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-        try:
-            if path is not None and path.is_file():
-                self.states = np.load(path)
-        except Exception as error:  # a file of ours that is damaged may hold anything
-            logger.warning("Files are decoded anew, because %s cannot be read: %s", path, said(error))
-
-    def __contains__(self, state: int) -> bool:
-        place = int(np.searchsorted(self.states, state))
-        return place < len(self.states) and int(self.states[place]) == state
-
-    def add(self, states: npt.NDArray[np.int64]) -> None:
-        self.states = np.union1d(self.states, states)
-        if self._path is not None:
-            _save_array(self._path, self.states)
-
-
-def state_of(files: Iterable[Path | bytes]) -> int:
-    """A number that changes with paths, sizes and times of change of files, and with contents within the data."""
-    digest = hashlib.blake2b(digest_size=7)
-    for file in files:
-        if isinstance(file, bytes):
-            digest.update(file)
-        else:
-            state = file.stat()
-            digest.update(f"{file}:{state.st_size}:{state.st_mtime_ns};".encode(errors="surrogateescape"))
-    return int.from_bytes(digest.digest())
 
 
 def survey(
@@ -156,47 +117,23 @@ def survey(
     *,
     processes: int | None = None,
     workers: int | None = None,
-    folder: Path | None = None,
     decodes: bool = False,
     name: str = "lengths",
     is_shown: bool = True,
 ) -> Survey:
-    """Measure items block by block, in their order, with a progress bar called ``name`` if ``is_shown``.
+    """Measure items in their order, with a progress bar called ``name`` if ``is_shown``.
 
     ``measure`` gives each item of a chunk its loads or its problem, in ``workers`` forked processes (0: in this one);
     by default in up to ``processes`` of them, as many as are worth it: more where files are decoded.
     """
     worth = DECODED_WORTH_A_PROCESS if decodes else ITEMS_WORTH_A_PROCESS
-    # A block is measured chunk by chunk and kept as a whole in ``folder`` until the lengths are saved: an interrupted
-    # pass goes on with its first missing block. A block with problems is not kept: users may mend them before the next
-    # try.
-    blocks = np.array_split(items, max(1, -(-len(items) // BLOCK_ITEMS)))
-    most = processes or min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
-    nothing, loads, problems = (0,) * columns, list[npt.NDArray[np.int64]](), list[Problem]()
-    usable = np.ones(len(items), dtype=np.bool_)
-    for number, block in enumerate(blocks):
-        file = None if folder is None or len(blocks) == 1 else folder / f"{number}.npy"
-        kept = None if file is None else _kept(file, (len(block), columns))
-        if kept is None:
-            part = name if len(blocks) == 1 else f"{name}, part {number + 1} of {len(blocks)}"
-            bar = part if is_shown and len(block) >= worth else None
-            worthy = min(most, len(block) // worth + 1)
-            found = _measured(measure, block, (worthy > 1) * worthy if workers is None else workers, worth, bar)
-            broken = [entry for entry in found if isinstance(entry, Problem)]
-            kept = np.array([nothing if isinstance(entry, Problem) else entry for entry in found], dtype=np.int64)
-            kept = kept.reshape(-1, columns)
-            first = sum(map(len, loads))
-            usable[first : first + len(block)] = [not isinstance(entry, Problem) for entry in found]
-            problems += broken
-            if file is not None and not broken:
-                _save_array(file, kept)
-        loads.append(kept)
-    return Survey(np.concatenate(loads), usable, tuple(problems))
-
-
-def _measured(measure: Measure, items: Items, workers: int, worth: int, bar_name: str | None) -> Found:
-    found: Found = []
+    if workers is None:
+        most = processes or min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
+        workers = min(most, len(items) // worth + 1)
+        workers = workers if workers > 1 else 0
     chunks = np.array_split(items, max(1, -(-len(items) // min(CHUNK_ITEMS, -(-worth // 4)))))
+    loads, usable = np.zeros((len(items), columns), dtype=np.int64), np.ones(len(items), dtype=np.bool_)
+    problems, done = list[Problem](), 0
     with ExitStack() as stack:
         parts: Iterable[Found] = map(measure, chunks)
         if workers:
@@ -207,11 +144,18 @@ def _measured(measure: Measure, items: Items, workers: int, worth: int, bar_name
             executor = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(measure,))
             stack.callback(executor.shutdown, cancel_futures=True)
             parts = executor.map(_measure_chunk, chunks)
-        bar = stack.enter_context(tqdm(total=len(items), desc=bar_name, unit=" items", disable=bar_name is None))
+        hidden = not is_shown or len(items) < worth
+        bar = stack.enter_context(tqdm(total=len(items), desc=name, unit=" items", disable=hidden))
         for part in parts:
-            found += part
+            for number, entry in enumerate(part, start=done):
+                if isinstance(entry, Problem):
+                    usable[number] = False
+                    problems.append(entry)
+                else:
+                    loads[number] = entry
+            done += len(part)
             bar.update(len(part))
-    return found
+    return Survey(loads, usable, tuple(problems))
 
 
 def _begin(measure: Measure) -> None:
@@ -223,28 +167,6 @@ def _begin(measure: Measure) -> None:
 
 def _measure_chunk(chunk: Items) -> Found:
     return _measure(chunk)
-
-
-def _save_array(path: Path, array: npt.NDArray[np.int64]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            fresh = Path(scratch) / path.name
-            np.save(fresh, array)
-            fresh.replace(path)
-    except OSError as error:  # another process of the run was faster and has removed the folder
-        logger.info("A part of the lengths is not kept: %s", error)
-
-
-def _kept(path: Path, shape: tuple[int, int]) -> npt.NDArray[np.int64] | None:
-    if not path.is_file():
-        return None
-    try:
-        loads: npt.NDArray[np.int64] = np.load(path)
-    except Exception as error:  # a file of ours that is damaged may hold anything
-        logger.warning("A part of the lengths is measured anew, because it cannot be read: %s", said(error))
-        return None
-    return loads if loads.shape == shape else None
 
 
 def settle_problems(problems: Sequence[Problem], num_items: int, broken: Broken) -> None:

@@ -21,10 +21,17 @@ from omnibal.errors import ConfigError, said
 from omnibal.families import family_of
 from omnibal.families.base import ImageLoad, ImageRule, Size
 from omnibal.formats.chat import IMAGE_MARK, Conversation, Picture, Turn
-from omnibal.formats.images import MOST_PIXELS, image_size, load_image, named
-from omnibal.formats.sounds import SoundFormat, sound_header
+from omnibal.formats.media import (
+    MOST_PIXELS,
+    SoundFormat,
+    VideoFormat,
+    image_size,
+    load_image,
+    named,
+    sound_header,
+    video_header,
+)
 from omnibal.formats.text import PROBE, ChatTemplate, Render, Rendered, encode, render_chatml, text_start
-from omnibal.formats.videos import VideoFormat, video_header
 
 # endings of the files of a model's folder that are not weights
 SETTINGS = (".json", ".jinja", ".txt", ".model")
@@ -69,7 +76,6 @@ class Prepared:
     images: Media
     videos: Media
     sounds: Media
-    files: tuple[Picture, ...]  # of all three
     max_tiles: int | None
 
 
@@ -179,7 +185,7 @@ class ModelFormat:
             headers = tuple(video_header(video, self.max_image_pixels) for video in conversation.videos)
             videos = Media(conversation.videos, headers, tuple(map(self.videos.rule, headers)))
             rendered = rendered.replaced(self.videos.token, [self.videos.text(load) for load in videos.loads])
-        return Prepared(rendered, images, videos, sounds, tuple(conversation.files), max_tiles)
+        return Prepared(rendered, images, videos, sounds, max_tiles)
 
     def sample(self, prepared: Prepared, *, with_pixels: bool) -> dict[str, Any]:
         """A sample for training.

@@ -10,7 +10,6 @@ import gzip
 import hashlib
 import json
 import logging
-import mmap
 import re
 import tarfile
 from bisect import bisect_right
@@ -50,15 +49,6 @@ SYSTEM_FILES: Final = ("thumbs.db", "ehthumbs.db", "desktop.ini", "@longlink", "
 SYSTEM_FOLDERS: Final = ("__macosx", "paxheader", "@paxheader", "@eadir", "lost+found", "$recycle.bin")
 TEXTS: Final = ("txt", "caption", "text")
 NEWLINE: Final = ord("\n")
-MOST_NESTED: Final = 32
-
-_STRING: Final = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
-_PLAIN: Final = rb'[^"{}\[\],]++|' + _STRING
-_WITHIN = _PLAIN + b"|,"
-for _ in range(MOST_NESTED):
-    _WITHIN = _PLAIN + rb"|,|[\[{](?:" + _WITHIN + rb")*+[\]}]"
-# What stands between two commas of an array: brackets are followed MOST_NESTED deep, and nothing is tried twice.
-_ENTRY: Final = re.compile(rb"(?:" + _PLAIN + rb"|[\[{](?:" + _WITHIN + rb")*+[\]}])++", re.DOTALL)
 
 Record = Mapping[str, Any]
 Offsets = npt.NDArray[np.int64]
@@ -217,11 +207,7 @@ def scan_json(path: Path) -> tuple[Entries, str]:
     with path.open("rb") as file:
         head = file.read(HEAD_CHARACTERS)
         if head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                try:
-                    starts, stops = array_entries(content, head.index(b"[") + 1, breaks)
-                except ValueError as error:
-                    raise DataError(f"annotation must be a whole JSON array, got {path}: {error}") from error
+            starts, stops = _array_entries(path)
             return Entries(starts, stops, np.searchsorted(breaks, starts) + 1), digest.hexdigest()
     stops = np.append(breaks, size)
     starts = np.append(0, breaks + 1)
@@ -229,36 +215,32 @@ def scan_json(path: Path) -> tuple[Entries, str]:
     return Entries(starts[:kept], stops[:kept], np.arange(1, kept + 1)), digest.hexdigest()
 
 
-def array_entries(content: Any, position: int, breaks: Offsets) -> tuple[Offsets, Offsets]:
-    """Where the entries of a JSON array begin and end, whatever they are; they are not checked to be JSON."""
+def _array_entries(path: Path) -> tuple[Offsets, Offsets]:
+    # Latin-1 has a character for each byte, and JSON's own marks are the same in it as in UTF-8.
+    with path.open(encoding="latin-1", newline="") as file:
+        text = file.read()
+    decode, spaces, starts, stops = json.JSONDecoder().raw_decode, re.compile(r"\s*"), list[int](), list[int]()
 
-    def line(place: int) -> int:
-        return int(np.searchsorted(breaks, place)) + 1
+    def mark_from(place: int) -> int:
+        return spaces.match(text, place).end()  # type: ignore[union-attr]  # matches nothing at least
 
-    def text_begin(place: int) -> int:
-        found = re.compile(rb"\S").search(content, place)
-        return len(content) if found is None else found.start()
-
-    starts, stops = list[int](), list[int]()
-    while True:
-        start = text_begin(position)
-        entry = _ENTRY.match(content, start)
-        position = start if entry is None else entry.end()
-        mark = content[position : position + 1]
-        if mark not in (b",", b"]"):
-            raise ValueError(
-                f"the file ends, or nests more than {MOST_NESTED} brackets, within the entry that begins on line "
-                f"{line(start)}"
-            )
-        if entry is not None:
-            starts.append(start)
-            stops.append(position)
-        position += 1
-        if mark == b"]":
-            break
-    extra = text_begin(position)
-    if extra < len(content):
-        raise ValueError(f"the array has ended, and more follows on line {line(extra)}")
+    try:
+        place = mark_from(text.index("[") + 1)
+        while text[place : place + 1] != "]":
+            starts.append(place)
+            stops.append(decode(text, place)[1])
+            place = mark_from(stops[-1])
+            if text[place : place + 1] != "]":
+                if text[place : place + 1] != ",":
+                    raise json.JSONDecodeError("Expecting ',' or ']'", text, place)
+                place = mark_from(place + 1)
+        extra = mark_from(place + 1)
+        if extra < len(text):
+            raise json.JSONDecodeError("The array has ended, and more follows", text, extra)
+    except json.JSONDecodeError as error:
+        raise DataError(f"annotation must be a JSON array, got {path}, line {error.lineno}: {error.msg}") from error
+    except RecursionError:
+        raise DataError(f"annotation must be a JSON array, got {path}: brackets nest too deeply") from None
     return np.array(starts, dtype=np.int64), np.array(stops, dtype=np.int64)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from omnibal.errors import ConfigError, DataError, said
 from omnibal.formats.chat import IMAGE_MARK, Conversation, Picture, Turn
-from omnibal.formats.images import load_image
+from omnibal.formats.media import load_image
 from omnibal.formats.model_format import ModelFormat, load_part
 from omnibal.formats.text import Rendered, encode
 from omnibal.vlm.lora import base_of, load_adapters

@@ -8,7 +8,7 @@ from PIL import Image
 from omnibal.errors import ConfigError
 from omnibal.families import family_of
 from omnibal.families.base import VideoHeader, VideoLoad
-from omnibal.formats.videos import load_frames, video_header
+from omnibal.formats.media import load_frames, video_header
 from tests.families.models import VIDEO_PROCESSORS, small_config, video_processor
 from tests.families.videos import CODECS, make_clip, random_shape, whole_video_processor
 
@@ -102,13 +102,13 @@ def test_headers_tell_what_decoding_finds(suffix, tmp_path):
 def test_broken_videos_are_named(tmp_path):
     for name, content, message in (
         ("none.mp4", None, "video must exist, got"),
-        ("text.mp4", b"no video at all", "video must be decodable, got .*text.mp4"),
+        ("text.mp4", b"no video at all", "video must have a readable header, got .*text.mp4"),
     ):
         if content is not None:
             (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=message):
             video_header(tmp_path / name)
-    with pytest.raises(ValueError, match="at most 100 pixels a frame, got 36 x 50"):
+    with pytest.raises(ValueError, match="frame of a video must have at most 100 pixels, got 36 x 50"):
         video_header(make_clip(tmp_path / "large.mp4", 36, 50, 3, 12), 100)
 
 

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from omnibal.errors import DataError
-from omnibal.formats import measured, rows
+from omnibal.formats import rows
 from omnibal.formats.conversations import ConversationDataset, open_dataset
 
 ONE = ([("human", "<image>\nWhat is red?"), ("gpt", "the ball")], [(120, 50)])
@@ -45,53 +45,6 @@ def test_a_second_run_measures_few_items_and_maps_the_lengths(open_again, measur
     assert sum(measured_items) == 64
     assert again.content_hash == first.content_hash
     assert isinstance(again.vision_units.base, np.memmap)
-
-
-@pytest.fixture
-def interrupted(monkeypatch):
-    """Blocks of 50 items; the pass ends in the third."""
-    monkeypatch.setattr(measured, "BLOCK_ITEMS", 50)
-    measure, calls = measured._measured, []
-
-    def measure_or_stop(*arguments):
-        calls.append(arguments)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return measure(*arguments)
-
-    monkeypatch.setattr(measured, "_measured", measure_or_stop)
-
-
-def test_an_interrupted_run_goes_on_with_its_block(open_again, measured_items, interrupted, tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        open_again().lengths()
-    assert sum(measured_items) == 100
-    lengths = open_again().lengths()
-    assert sum(measured_items) == 200
-    assert [path.suffix for path in kept_lengths(tmp_path)] == [""]  # nothing unfinished is left
-    measured_items.clear()
-    shutil.rmtree(tmp_path / "cache")
-    assert open_again().lengths().content_hash == lengths.content_hash
-    assert sum(measured_items) == 200
-
-
-def test_a_block_that_cannot_be_read_is_measured_again(open_again, measured_items, interrupted, tmp_path, caplog):
-    with pytest.raises(KeyboardInterrupt):
-        open_again().lengths()
-    first, _ = sorted(tmp_path.glob("cache/*.unfinished/*.npy"))
-    first.write_bytes(b"PK")
-    measured_items.clear()
-    open_again().lengths()
-    assert sum(measured_items) == 150
-    assert "A part of the lengths is measured anew" in caplog.text
-
-
-def test_a_block_with_problems_is_looked_at_again(write_dataset, model_folder, measured_items, interrupted, tmp_path):
-    meta = write_dataset([ONE, NONE] * 20 + ["{"] + [NONE] * 159)
-    for _ in range(2):
-        with pytest.raises((KeyboardInterrupt, DataError)):
-            open_dataset(meta, model_folder, cache=tmp_path / "cache").lengths()
-    assert sum(measured_items) == 100 + 150  # the first block twice, the second once
 
 
 @pytest.mark.parametrize("options", [{"max_tiles": 1}, {"min_tiles": 4}])

@@ -12,7 +12,7 @@ from PIL import Image
 from transformers.image_utils import load_image as transformers_load_image
 
 from omnibal.config import DataSection
-from omnibal.formats.images import MOST_PIXELS, image_size, load_image
+from omnibal.formats.media import MOST_PIXELS, image_size, load_image
 
 
 def picture(width=7, height=4, mode="RGB"):
@@ -67,7 +67,7 @@ def test_missing_and_unreadable_files_are_named(tmp_path):
             read(tmp_path / "none.png")
         with pytest.raises(ValueError, match=r"readable header, got .*text\.png"):
             read(tmp_path / "text.png")
-        with pytest.raises(ValueError, match="image must be readable"):
+        with pytest.raises(ValueError, match="image must be a file"):
             read(tmp_path)
 
 
@@ -129,9 +129,7 @@ def test_images_beyond_pillows_own_limits_are_refused_by_the_key_and_allowed_by_
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", MOST_PIXELS)
     Image.new("1", (side, side)).save(tmp_path / "a.png")
     for read in (image_size, load_image):
-        with pytest.raises(
-            ValueError, match=r"at most 89,478,485 pixels, got .*a\.png; omnibal\.data\.max_image_pixels"
-        ):
+        with pytest.raises(ValueError, match=r"pixels, got .*a\.png.*; omnibal\.data\.max_image_pixels"):
             read(tmp_path / "a.png")
     with warnings.catch_warnings(action="error"):
         assert image_size(tmp_path / "a.png", side**2) == (side, side)
@@ -161,7 +159,7 @@ def test_pixels_are_bounded(tmp_path):
 def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "a.png")
     for read in (image_size, load_image):
-        with pytest.raises(ValueError, match=r"image must be readable, got .*a\.png, which is no file"):
+        with pytest.raises(ValueError, match=r"image must be a file, got .*a\.png"):
             read(tmp_path / "a.png")
 
 

@@ -18,7 +18,7 @@ from omnibal.families.sounds import resampled, sound_rule
 from omnibal.formats import model_format
 from omnibal.formats.chat import read_conversation
 from omnibal.formats.conversations import open_dataset, open_streams
-from omnibal.formats.sounds import load_sound, sound_header
+from omnibal.formats.media import load_sound, sound_header
 from tests.formats.test_videos import same_items, tar_of
 from tests.integrations.sounds import save_sound_folder
 

@@ -13,7 +13,7 @@ from omnibal.advise.measuring import measure
 from omnibal.advise.models import read_model
 from omnibal.advise.present import Present
 from omnibal.errors import ConfigError, DataError
-from omnibal.formats import videos
+from omnibal.formats import media
 from omnibal.formats.chat import read_conversation
 from omnibal.formats.conversations import open_dataset, open_streams
 from tests.families.models import VIDEO_PROCESSORS, image_processor, save_folder
@@ -74,7 +74,7 @@ def with_videos(part):
 
 def test_token_ids_and_lengths_are_those_of_transformers(family, annotations, monkeypatch, caplog):
     model_type, folder, tokenizer = family
-    videos._tell_of_counting.cache_clear()
+    media._tell_of_counting.cache_clear()
     dataset = open_dataset(annotations, folder)
     lengths = dataset.lengths()
     assert [record.message.partition(":")[0] for record in caplog.records if "counted" in record.message] == [
@@ -235,4 +235,4 @@ def test_videos_without_the_extra_say_which(annotations, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(MissingExtraError, match=r"omnibal\[video\]"):
-        videos.video_header((annotations.parent / "a.mp4").read_bytes())
+        media.video_header((annotations.parent / "a.mp4").read_bytes())

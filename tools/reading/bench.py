@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from omnibal.formats.images import load_image
+from omnibal.formats.media import load_image
 from tools.bench import machine, print_table
 from tools.synthetic import patch_lengths, tiled_lengths
 
