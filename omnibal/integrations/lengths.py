@@ -1,6 +1,6 @@
-"""Lengths of a dataset: ranks measure them together, keep them on disk and compare them with the data at each start."""
+"""From a dataset to its packs: ranks measure lengths together, keep them, and compare them with the data."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from pathlib import Path
@@ -12,11 +12,13 @@ from torch.utils.data import ConcatDataset
 
 from omnibal.data.kinds import in_full
 from omnibal.data.lengths import SampleLengths
+from omnibal.data.mixture import Mixture
+from omnibal.data.step_size import StepSize
 from omnibal.errors import DataError, said
 from omnibal.feeds.sources import is_indexed
 from omnibal.formats.measured import Found, Items, lengths_of, survey
 from omnibal.formats.rows import Problem
-from omnibal.packs.loading import Dataset, PlannedLoads
+from omnibal.packs.loading import Dataset, PackSampler, PaddedSampler, PlannedLoads
 from omnibal.ranks import check_same, gather, rank_and_size, run_on_all_ranks
 
 CHECKED_SAMPLES: Final = 16  # that each rank reads again before training, to check the stored lengths
@@ -39,21 +41,28 @@ def samples_to_check(lengths: SampleLengths, *, is_known: bool) -> list[int]:
     return [int(sample) for sample in found]
 
 
-def lengths_for(
+def prepare(
     dataset: Any,
-    collator: Any,
+    collator_of: Callable[..., Any],
     lengths: SampleLengths | Path | None,
+    size_of: Callable[[SampleLengths], StepSize],
     *,
-    mixed: bool,
+    padded: bool,
+    check_lengths: bool,
+    mixture: Mixture | None,
     saves: bool,
     num_workers: int,
-) -> SampleLengths:
-    """Lengths of a dataset that are the same on all ranks: given, kept or measured now; all ranks together.
+    **options: Any,
+) -> tuple[PackSampler, Any, StepSize]:
+    """The sampler of a dataset's packs, their collator, and limits and micro-batches; all ranks together.
 
     Args:
-        mixed: Whether lengths must say the source of every sample: by themselves, or the parts of a ``ConcatDataset``.
+        collator_of: Makes the collator, which holds samples to lengths if it is given some.
+        lengths: Of every sample; or a folder that keeps them. They are measured now if there are none.
+        size_of: Decides limits and micro-batches; called once lengths are known, on all ranks alike.
         saves: Whether this rank writes to the folder.
         num_workers: Processes of each rank that read.
+        options: Further ones of a ``PackSampler``.
     """
     if not is_indexed(dataset) or isinstance(dataset, Mapping):  # several streams by name have a length, too
         raise DataError(
@@ -63,20 +72,27 @@ def lengths_for(
     if not len(dataset):
         raise DataError("the dataset must hold at least one sample, got none")
     # On all ranks alike: no rank may wait for one that has stopped.
-    for rank, (theirs, given) in enumerate(
-        gather((len(dataset), len(lengths) if isinstance(lengths, SampleLengths) else None))
-    ):
+    given = len(lengths) if isinstance(lengths, SampleLengths) else None
+    for rank, (theirs, num_lengths) in enumerate(gather((len(dataset), given))):
         if theirs != len(dataset):
             raise DataError(f"the dataset must have as many samples on all ranks, got {theirs} on rank {rank}")
-        if given not in (None, theirs):
-            raise DataError(f"lengths must be those of the dataset's {theirs} samples, got {given}")
+        if num_lengths not in (None, theirs):
+            raise DataError(f"lengths must be those of the dataset's {theirs} samples, got {num_lengths}")
+    collator, is_compared = collator_of(), False
     if not isinstance(lengths, SampleLengths):
-        lengths = kept_lengths(collator, dataset, lengths, saves=saves, num_workers=num_workers)
-    if mixed and lengths.source is None and isinstance(dataset, ConcatDataset):
+        lengths, is_compared = kept_lengths(collator, dataset, lengths, saves=saves, num_workers=num_workers)
+    if mixture is not None and lengths.source is None and isinstance(dataset, ConcatDataset):
         parts = np.searchsorted(dataset.cumulative_sizes, np.arange(len(lengths)), side="right")
         lengths = SampleLengths(**lengths.columns(), source=parts, unit_name=lengths.vision_unit)
     check_same({"lengths": lengths.content_hash})  # before what may fail on one rank alone
-    return lengths
+    size = size_of(lengths)
+    sampler = (PaddedSampler if padded else PackSampler)(
+        lengths, size.limits, micro_batches=size.micro_batches, mixture=mixture, **options
+    )
+    sampler.verify(gather)
+    if check_lengths and not is_compared:
+        refuse_other_lengths(collator, dataset, lengths)
+    return sampler, collator_of(lengths=lengths, absorb=not check_lengths), size
 
 
 def measured(collator: Any, dataset: Dataset, num_workers: int = 0) -> SampleLengths:
@@ -111,11 +127,11 @@ def measured(collator: Any, dataset: Dataset, num_workers: int = 0) -> SampleLen
 
 def kept_lengths(
     collator: Any, dataset: Dataset, folder: Path | None, *, saves: bool, num_workers: int
-) -> SampleLengths:
-    """Lengths as they were measured before, or measured now; all ranks together.
+) -> tuple[SampleLengths, bool]:
+    """Lengths as they were measured before, which are compared with the data, or measured now; all ranks together.
 
     Lengths that are damaged, missing on some rank, or of other data (as far as a few samples tell) are measured again.
-    ``saves`` says whether this rank writes to the folder; ``num_workers`` are processes of each rank that read.
+    The flag says whether they were compared.
     """
     found = None
     if folder is not None:
@@ -125,7 +141,7 @@ def kept_lengths(
     if found is not None and hashes[0] is not None and len(set(hashes)) == 1:
         with suppress(DataError):
             refuse_other_lengths(collator, dataset, found)
-            return found
+            return found, True
     found = measured(collator, dataset, num_workers)
 
     def save() -> None:
@@ -136,7 +152,7 @@ def kept_lengths(
                 raise DataError(f"{folder} must be a folder that lengths can be written to, got {error}") from error
 
     run_on_all_ranks(save)
-    return found
+    return found, False
 
 
 def refuse_other_lengths(collator: Any, dataset: Dataset, lengths: SampleLengths) -> None:

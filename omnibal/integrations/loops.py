@@ -14,15 +14,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from omnibal.advise.wait import phase_costs
+from omnibal.data.epoch import Step
 from omnibal.data.kinds import Loads, loads_of
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.source_draws import typical_lengths
-from omnibal.data.step_size import fit_step
+from omnibal.data.step_size import StepSize, fit_step
 from omnibal.errors import ConfigError, end_in_one_line, reporting
 from omnibal.formats.collate import IGNORED
-from omnibal.integrations.lengths import LENGTHS, lengths_for, refuse_other_lengths, samples_to_check
+from omnibal.integrations.lengths import LENGTHS, prepare, samples_to_check
 from omnibal.integrations.trainer.settings import (
     asked_steps,
     data_seed,
@@ -32,19 +33,23 @@ from omnibal.integrations.trainer.settings import (
     sharding_of,
 )
 from omnibal.integrations.trainer.steps import AskedSteps, counted_profile, describe
-from omnibal.packs.collator import FAMILIES, Collator, PackCollator, SampleCollator, arguments_of, positions_of
+from omnibal.packs.collator import FAMILIES, Collator, PackCollator, SampleCollator
 from omnibal.packs.loading import Dataset, PackedView, PackSampler
 from omnibal.packs.losses import loss_per_target
-from omnibal.packs.padded import PaddedSampler
 from omnibal.packs.proof import check_packed
 from omnibal.packs.row_lengths import refuse_long_rows
-from omnibal.ranks import gather, rank_and_size
+from omnibal.ranks import rank_and_size
 
 if TYPE_CHECKING:  # hosts on torch 2.1 have it elsewhere
     from torch.distributed.device_mesh import DeviceMesh
 
 TOKEN_WEIGHT: Final = "token_weight"
 """Name in a batch of the factor of its target tokens' summed losses: replicas / target tokens of the step."""
+
+
+def weight_of(step: Step, num_replicas: int) -> dict[str, Tensor]:
+    """What a batch of a step holds for ``pack_loss``."""
+    return {TOKEN_WEIGHT: torch.tensor(num_replicas / max(step.target_tokens or 0, 1))}
 
 
 class PackLoader(DataLoader[Any]):
@@ -80,12 +85,8 @@ class PackLoader(DataLoader[Any]):
         sampler = self.pack_sampler
         for number, batch in enumerate(super().__iter__()):
             self._taken = number + 1
-            if self.weighs_tokens:
-                step = sampler.step(sampler.steps_done + number // sampler.micro_batches)
-                targets = max(step.target_tokens or 0, 1)
-                yield batch | {TOKEN_WEIGHT: torch.tensor(sampler.num_replicas / targets)}
-            else:
-                yield batch
+            step = sampler.steps_done + number // sampler.micro_batches
+            yield batch | weight_of(sampler.step(step), sampler.num_replicas) if self.weighs_tokens else batch
 
     def state_dict(self) -> dict[str, Any]:
         """The loop's position as a few JSON values, the same on all ranks."""
@@ -137,7 +138,7 @@ def item_loads(item: Mapping[str, Any]) -> Loads:
 def balanced_loader(
     dataset: Dataset,
     collate: Collator,
-    limits: PackLimits,
+    limits: PackLimits | Callable[[SampleLengths], StepSize],
     *,
     model: torch.nn.Module | None = None,
     measure: Callable[[Any], Loads] = item_loads,
@@ -160,7 +161,7 @@ def balanced_loader(
     Args:
         dataset: Read by index; the same on all ranks.
         collate: Of a list of items. With ``model`` it is called with single items, which are laid one after another.
-        limits: The most a pack may hold.
+        limits: The most a pack may hold; ``replace_loader`` finds it when it knows the lengths, and ``micro_batches``.
         model: The model that will train on packs; packs of a few samples must prove exact in it. None where ``collate``
             flattens the items of a batch or pads them itself, as the host's model wants them.
         measure: Vision units, LLM tokens and target tokens of an item, and its videos' vision units where the data have
@@ -185,67 +186,40 @@ def balanced_loader(
     end_in_one_line()
     if padded and model is not None:
         raise ConfigError("model must be None where batches are padded, got one; it is there to check packs")
-    collator_of = _collator_of(collate, model, measure)
-    reads = {"saves": rank_and_size()[0] == 0, "num_workers": options.get("num_workers", 0)}
-    lengths = lengths_for(dataset, collator_of(), lengths, mixed=mixture is not None, **reads)
-    limits.refuse_none(lengths)
-    if model is not None:
-        refuse_long_rows(model, limits)
-    if weigh_tokens and lengths.target_tokens is None:
-        raise ConfigError("lengths must have target_tokens for an exact loss, got none")
     rank, num_ranks = _ranks_of(mesh)
-    sampler, collator = plan_packs(
+
+    def size_of(lengths: SampleLengths) -> StepSize:
+        size = StepSize(limits, micro_batches) if isinstance(limits, PackLimits) else limits(lengths)
+        size.limits.refuse_none(lengths)
+        if model is not None:
+            refuse_long_rows(model, size.limits)
+        if weigh_tokens and lengths.target_tokens is None:
+            raise ConfigError("lengths must have target_tokens for an exact loss, got none")
+        return size
+
+    sampler, collator, _ = prepare(
         dataset,
-        collator_of,
+        partial(ItemCollator, collate, measure) if model is None else partial(PackCollator.of, model, collate),
         lengths,
-        limits,
+        size_of,
         padded=padded,
         check_lengths=not absorb_other_lengths,
+        mixture=None if mixture is None else Mixture.of(mixture),
+        saves=rank_and_size()[0] == 0,
+        num_workers=options.get("num_workers", 0),
         num_replicas=num_ranks,
         rank=rank,
-        micro_batches=micro_batches,
         seed=seed,
         image_in_every_pack=True,  # a filler costs little, and no host need know of parameters without gradients
-        mixture=mixture,
     )
     if model is not None:
         config: Any = model.config
-        samples = samples_to_check(lengths, is_known=config.model_type in FAMILIES)
+        samples = samples_to_check(sampler.lengths, is_known=config.model_type in FAMILIES)
         check_packed(model, collator, [dataset[sample] for sample in samples])
     view: Any = PackedView(dataset)
     loader = PackLoader(view, batch_sampler=sampler, collate_fn=collator, **options)
     loader.weighs_tokens = weigh_tokens
     return loader
-
-
-def plan_packs(
-    dataset: Any,
-    collator_of: Callable[..., Any],
-    lengths: SampleLengths,
-    limits: PackLimits,
-    *,
-    padded: bool,
-    check_lengths: bool,
-    **options: Any,
-) -> tuple[PackSampler, Any]:
-    """The sampler of a dataset's packs, and their collator, which holds samples to their lengths; all ranks together.
-
-    ``options`` are those of a ``PackSampler``.
-    """
-    sampler = (PaddedSampler if padded else PackSampler)(lengths, limits, **options)
-    sampler.verify(gather)
-    if check_lengths:
-        refuse_other_lengths(collator_of(), dataset, lengths)
-    return sampler, collator_of(lengths=lengths, absorb=not check_lengths)
-
-
-def _collator_of(
-    collate: Collator, model: torch.nn.Module | None, measure: Callable[[Any], Loads] = item_loads
-) -> Callable[..., Any]:
-    """Makes the collator of ``balanced_loader``, for the lengths that packs were planned with."""
-    if model is None:
-        return partial(ItemCollator, collate, measure)
-    return partial(PackCollator, collate, positions_of(model.config), arguments=arguments_of(model))
 
 
 def _ranks_of(mesh: "DeviceMesh | None") -> tuple[int, int]:
@@ -277,33 +251,27 @@ def replace_loader(
         ConfigError: The trainer's settings do not allow packs.
     """
     end_in_one_line()
-    args, mixture = trainer.args, options.get("mixture")
+    args, mixture, num_ranks = trainer.args, options.get("mixture"), _ranks_of(options.get("mesh"))[1]
     refuse_values(args, of_loader=True)
-    workers, (_, num_ranks) = args.dataloader_num_workers, _ranks_of(options.get("mesh"))
     asked = asked_steps(trainer, num_ranks, samples_per_step, limits)
-    collator = _collator_of(trainer.data_collator, options.get("model"), options.get("measure", item_loads))()
-    kept = options.pop("lengths", Path(args.output_dir) / LENGTHS)
-    reads = {"saves": rank_and_size()[0] == 0, "num_workers": workers}
-    lengths = lengths_for(trainer.train_dataset, collator, kept, mixed=mixture is not None, **reads)
-    limits.refuse_none(lengths)
-    size = fit_step(
-        typical_lengths(lengths, None if mixture is None else Mixture.of(mixture)),
-        asked.samples_per_step,
-        batch_size=asked.batch_size,
-        num_replicas=num_ranks,
-        most=limits,
-        padded=options.get("padded", False),
-    )
-    loader = balanced_loader(
-        trainer.train_dataset,
-        trainer.data_collator,
-        size.limits,
-        lengths=lengths,
-        micro_batches=size.micro_batches,
-        seed=data_seed(trainer),
-        weigh_tokens=exact_loss,
-        **{"num_workers": workers, "pin_memory": args.dataloader_pin_memory} | options,
-    )
+    size = StepSize(limits, asked.micro_batches)
+
+    def size_of(lengths: SampleLengths) -> StepSize:
+        nonlocal size
+        limits.refuse_none(lengths)
+        size = fit_step(
+            typical_lengths(lengths, None if mixture is None else Mixture.of(mixture)),
+            asked.samples_per_step,
+            batch_size=asked.batch_size,
+            num_replicas=num_ranks,
+            most=limits,
+            padded=options.get("padded", False),
+        )
+        return size
+
+    own = {"num_workers": args.dataloader_num_workers, "pin_memory": args.dataloader_pin_memory}
+    own |= {"lengths": Path(args.output_dir) / LENGTHS, "seed": data_seed(trainer), "weigh_tokens": exact_loss}
+    loader = balanced_loader(trainer.train_dataset, trainer.data_collator, size_of, **own | options)
     if rank_and_size()[0] == 0:
         with reporting("the line about packs"):
             print(_described(trainer, loader.pack_sampler, size.limits, asked))

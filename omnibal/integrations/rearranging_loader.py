@@ -27,13 +27,13 @@ from omnibal.packs.collator import (
     PER_TOKEN,
     PER_VIDEO,
     PackCollator,
+    RowCollator,
     RowKinds,
     images_of,
     largest_rows,
     rows_of_images,
 )
 from omnibal.packs.encoders import EncoderAdapter, device_and_dtype, encoders_of, known_phases, phases_of
-from omnibal.packs.padded import RowCollator
 from omnibal.profile.records import Level
 from omnibal.ranks import Meeting, gather, new_gloo_group
 

@@ -1,6 +1,6 @@
 """A loader for sources without an index, which may never end: packs are planned in a buffer on every rank."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -16,8 +16,8 @@ from omnibal.errors import DataError, end_in_one_line, integer, kind
 from omnibal.feeds.buffer import BufferedSample, StreamSettings
 from omnibal.feeds.feed import micro_batches_of
 from omnibal.feeds.stream import StreamFeed
-from omnibal.integrations.loops import TOKEN_WEIGHT, ItemCollator, item_loads
-from omnibal.packs.collator import Collator, PackCollator, arguments_of, positions_of
+from omnibal.integrations.loops import ItemCollator, item_loads, weight_of
+from omnibal.packs.collator import Collator, PackCollator
 from omnibal.packs.encoders import blank_samples
 from omnibal.packs.proof import check_packed, two_texts
 from omnibal.packs.row_lengths import refuse_long_rows
@@ -25,26 +25,54 @@ from omnibal.ranks import gather, new_gloo_group, rank_and_size
 
 
 class PackedStream(StreamFeed):
-    """Steps of packs that a collator makes; every rank draws.
+    """Yields batches of balanced packs from sources that are drawn one by one: the loader of ``balanced_stream``.
 
-    Args:
-        model: A pack without a kind of input that others have gets a blank sample of the model's, if it has some; the
-            smallest one that the rank has drawn otherwise.
+    Every rank draws. A pack without a kind of input that others have gets a blank sample of the model's, if it has
+    some; the smallest one that the rank has drawn otherwise. Arguments are those of ``balanced_stream``.
     """
+
+    last_step: Step
+    """The step of the batch that was yielded last."""
 
     def __init__(
         self,
-        sources: Mapping[str, Any],
+        sources: Any,
+        collate: Collator,
         settings: StreamSettings,
-        collator: PackCollator | ItemCollator,
+        *,
         model: torch.nn.Module | None,
+        measure: Callable[[Any], Loads] = item_loads,
+        weigh_tokens: bool,
     ) -> None:
-        self._collator, self._group = collator, new_gloo_group()
-        made = [self._measured(held) for held in ([] if model is None else blank_samples(model))]
-        self._blanks = {kinds_of(sample.loads): sample for sample in made}
-        self.fills = not made
+        kind("limits", settings.limits, PackLimits)
+        integer("seed", settings.seed, 0)
+        Ranks(1, settings.micro_batches)  # refuses what is no number of micro-batches
+        self._collator: PackCollator | ItemCollator = ItemCollator(collate, measure)
+        blanks: Sequence[Any] = ()
+        if model is not None:
+            self._collator, blanks = PackCollator.of(model, collate), blank_samples(model)
+            refuse_long_rows(model, settings.limits)
+        self._weigh_tokens, self._group = weigh_tokens, new_gloo_group()
+        self._blanks = {kinds_of(sample.loads): sample for sample in map(self._measured, blanks)}
+        self.fills = not blanks
         rank, num_ranks = rank_and_size()
-        super().__init__(sources, settings, rank=rank, num_ranks=num_ranks)
+        named = sources if isinstance(sources, Mapping) else {"data": sources}
+        super().__init__(named, settings, rank=rank, num_ranks=num_ranks)
+
+    @property
+    def step_shares(self) -> Mapping[str, tuple[float, float]]:
+        """For each source of a mixture, (share asked for, share held) of the step that was yielded last."""
+        return self.last_step.shares
+
+    @property
+    def oversized(self) -> int:
+        """Samples over a limit that all ranks met since the run began, up to the step that was yielded last."""
+        return self.position.oversized
+
+    def __iter__(self) -> Iterator[Any]:
+        for step, batch in micro_batches_of(self):
+            self.last_step = step
+            yield batch | weight_of(step, self.num_replicas) if self._weigh_tokens else batch
 
     def read(self, item: Any) -> BufferedSample:
         return self._measured(self._collator.sample(item))
@@ -68,64 +96,6 @@ class PackedStream(StreamFeed):
         return self._collator.pack(held)
 
 
-class StreamLoader:
-    """Yields batches of balanced packs from sources that are drawn one by one; made by ``balanced_stream``."""
-
-    step: Step
-    """The step of the batch that was yielded last."""
-
-    def __init__(self, feed: StreamFeed, *, weigh_tokens: bool) -> None:
-        self.feed, self._weigh_tokens = feed, weigh_tokens
-
-    @property
-    def step_shares(self) -> Mapping[str, tuple[float, float]]:
-        """For each source of a mixture, (share asked for, share held) of the step that was yielded last."""
-        return self.step.shares
-
-    @property
-    def oversized(self) -> int:
-        """Samples over a limit that all ranks met since the run began, up to the step that was yielded last."""
-        return self.feed.position.oversized
-
-    def __iter__(self) -> Iterator[Any]:
-        for step, batch in micro_batches_of(self.feed):
-            self.step = step
-            weight = self.feed.num_replicas / max(step.target_tokens or 0, 1)
-            yield batch | {TOKEN_WEIGHT: torch.tensor(weight)} if self._weigh_tokens else batch
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's position between two steps; it resumes on the same number of ranks."""
-        return self.feed.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration go on where this rank's state was taken.
-
-        Sources go on by their names: a new one begins at its start, what was drawn of one that is gone is left out.
-        """
-        self.feed.load_state_dict(state)
-
-
-def stream_loader(
-    sources: Any,
-    collate: Collator,
-    settings: StreamSettings,
-    *,
-    model: torch.nn.Module | None,
-    measure: Callable[[Any], Loads] = item_loads,
-    weigh_tokens: bool,
-) -> StreamLoader:
-    """The loader of ``balanced_stream``, without a look at whether the model computes packs right."""
-    kind("limits", settings.limits, PackLimits)
-    integer("seed", settings.seed, 0)
-    Ranks(1, settings.micro_batches)  # refuses what is no number of micro-batches
-    collator: PackCollator | ItemCollator = ItemCollator(collate, measure)
-    if model is not None:
-        collator = PackCollator(collate, positions_of(model.config), arguments=arguments_of(model))
-        refuse_long_rows(model, settings.limits)
-    named = sources if isinstance(sources, Mapping) else {"data": sources}
-    return StreamLoader(PackedStream(named, settings, collator, model), weigh_tokens=weigh_tokens)
-
-
 def balanced_stream(
     sources: Any,
     collate: Collator,
@@ -142,7 +112,7 @@ def balanced_stream(
     warn_seconds: float = 60,
     wait_seconds: float = 1800,
     weigh_tokens: bool = True,
-) -> StreamLoader:
+) -> PackedStream:
     """A loader of this rank's packs from sources that are drawn one by one, and that may never end.
 
     Call it on all ranks, behind ``init_process_group``. A thread draws into a buffer, measures what it draws, and plans
@@ -187,7 +157,7 @@ def balanced_stream(
         warn_seconds=warn_seconds,
         wait_seconds=wait_seconds,
     )
-    loader = stream_loader(sources, collate, settings, model=model, measure=measure, weigh_tokens=weigh_tokens)
+    loader = PackedStream(sources, collate, settings, model=model, measure=measure, weigh_tokens=weigh_tokens)
     if model is not None:
         check_packed(model, *two_texts(model.config))
     return loader

@@ -1,6 +1,6 @@
 """Equips a transformers.Trainer: ``balance``, ``balance_stream`` or ``rearrange`` before ``trainer.train()``."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,14 +16,14 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.packing_spec import Oversized
 from omnibal.data.source_draws import typical_lengths
-from omnibal.data.step_size import fit_step
+from omnibal.data.step_size import StepSize, fit_step
 from omnibal.errors import ConfigError, end_in_one_line, reporting
-from omnibal.integrations.lengths import LENGTHS, lengths_for, samples_to_check
-from omnibal.integrations.loops import PackLoader, plan_packs
+from omnibal.integrations.lengths import LENGTHS, prepare, samples_to_check
+from omnibal.integrations.loops import PackLoader
 from omnibal.integrations.trainer.calibration import CalibratesCosts, measured_before
+from omnibal.integrations.trainer.drawn import pack_stream, rearrange_samples
 from omnibal.integrations.trainer.hooks import EndsWhenAsked, PacksCallback, add_recipe, check_model, worker_options
 from omnibal.integrations.trainer.loss import ExactEvaluation, StepLoss
-from omnibal.integrations.trainer.rearranging import rearrange_samples
 from omnibal.integrations.trainer.settings import (
     asked_steps,
     data_rank_of,
@@ -38,25 +38,13 @@ from omnibal.integrations.trainer.settings import (
     wants_all_gradients,
 )
 from omnibal.integrations.trainer.steps import counted_profile, describe, expected_gains
-from omnibal.integrations.trainer.streams import pack_stream
-from omnibal.packs.collator import (
-    FAMILIES,
-    Collator,
-    PackCollator,
-    arguments_of,
-    language_of,
-    positions_of,
-    without_adapters,
-)
+from omnibal.packs.collator import FAMILIES, PackCollator, PaddedCollator, arguments_of, language_of, without_adapters
 from omnibal.packs.encoders import encode_in_every_evaluation
 from omnibal.packs.loading import PackedView, PackSampler
 from omnibal.packs.losses import Reduction
-from omnibal.packs.padded import PaddedCollator
 from omnibal.packs.row_lengths import longest_row, refuse_long_rows
 from omnibal.profile.records import ModelProfile
 from omnibal.ranks import gather, watch
-
-PlannedCollator = PackCollator | PaddedCollator
 
 
 def balance(
@@ -121,50 +109,46 @@ def balance(
     args, dataset, model, layout = trainer.args, trainer.train_dataset, model_of(trainer), sharding_of(trainer)
     rank, num_replicas = data_rank_of(trainer)
     asked = asked_steps(trainer, num_replicas, samples_per_step, limits)
-    # Lengths: given, kept, or measured now.
-    collator_of = _collator_of(model, trainer.data_collator, padded=padded)
-    lengths = lengths_for(
-        dataset,
-        collator_of(),
-        Path(str(args.output_dir)) / LENGTHS if lengths is None else lengths,
-        mixed=mixture is not None,
-        saves=args.should_save,
-        num_workers=args.dataloader_num_workers,
-    )
-    refuse_missing_kinds(trainer, lengths)
-    # Limits: those given, or the ones under which a step holds what was asked.
-    if limits is not None:
-        limits.refuse_none(lengths)
-        if not padded:
-            refuse_long_rows(model, limits)
     counted = _profile(trainer)
     before = measured_before(trainer, counted)
     profile = before or counted
-    row = None if padded else longest_row(model)
-    size = fit_step(
-        typical_lengths(lengths, mixture),
-        asked.samples_per_step,
-        batch_size=asked.batch_size,
-        num_replicas=num_replicas,
-        most=limits,
-        padded=padded,
-        longest_row=None if row is None else row.tokens,
-        memory=None if memory_gib is None or limits is not None else memory_of(trainer, profile, memory_gib),
-    )
-    # Sampler: the same packs on all ranks, each of which takes its own.
-    sampler, collator = plan_packs(
+
+    def size_of(lengths: SampleLengths) -> StepSize:
+        """Limits: those given, or the ones under which a step holds what was asked."""
+        refuse_missing_kinds(trainer, lengths)
+        if limits is not None:
+            limits.refuse_none(lengths)
+            if not padded:
+                refuse_long_rows(model, limits)
+        row = None if padded else longest_row(model)
+        return fit_step(
+            typical_lengths(lengths, mixture),
+            asked.samples_per_step,
+            batch_size=asked.batch_size,
+            num_replicas=num_replicas,
+            most=limits,
+            padded=padded,
+            longest_row=None if row is None else row.tokens,
+            memory=None if memory_gib is None or limits is not None else memory_of(trainer, profile, memory_gib),
+        )
+
+    # Lengths: given, kept, or measured now. Sampler: the same packs on all ranks, each of which takes its own.
+    collate = trainer.data_collator
+    padding = partial(PaddedCollator, collate, arguments=arguments_of(model))
+    sampler, collator, size = prepare(
         dataset,
-        collator_of,
-        lengths,
-        size.limits,
+        padding if padded else partial(PackCollator.of, model, collate),
+        Path(str(args.output_dir)) / LENGTHS if lengths is None else lengths,
+        size_of,
         padded=padded,
         check_lengths=check_lengths,
+        mixture=mixture,
+        saves=args.should_save,
+        num_workers=args.dataloader_num_workers,
         num_replicas=num_replicas,
         rank=rank,
-        micro_batches=size.micro_batches,
         seed=data_seed(trainer),
         image_in_every_pack=wants_all_gradients(trainer),
-        mixture=mixture,
     )
     # Loader, and what is logged, checked and kept in checkpoints.
     set_micro_batches(trainer, size.micro_batches)
@@ -253,12 +237,6 @@ def _begin(trainer: Trainer) -> None:
             encode_in_every_evaluation(without_adapters(model_of(trainer)))
 
 
-def _collator_of(model: Any, collate: Collator, *, padded: bool) -> Callable[..., PlannedCollator]:
-    """Makes a collator of packs from the trainer's own, for the lengths that packs were planned with."""
-    kind = PaddedCollator if padded else partial(PackCollator, positions=positions_of(model.config))
-    return partial(kind, collate=collate, arguments=arguments_of(model))
-
-
 def _profile(trainer: Trainer) -> ModelProfile | None:
     device = trainer.args.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
@@ -282,7 +260,7 @@ def _loader(trainer: Trainer, dataset: Any, sampler: PackSampler, collator: Any)
     )
 
 
-def _check(trainer: Trainer, dataset: Any, sampler: PackSampler, collator: PlannedCollator) -> None:
+def _check(trainer: Trainer, dataset: Any, sampler: PackSampler, collator: Any) -> None:
     """Check that the dataset is the planned one, and that packed samples get the logits that they get alone."""
     is_other = trainer.train_dataset is not dataset
     if is_other:

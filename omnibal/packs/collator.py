@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
@@ -129,6 +129,9 @@ class SampleCollator(ABC):
     as far as ranks stay alike; without lengths any samples are taken.
     """
 
+    _arguments: frozenset[str] | None = None
+    """Names that the model takes, where they are known."""
+
     def __init__(self, lengths: SampleLengths | None = None, *, absorb: bool = False) -> None:
         self._planned = None if lengths is None else PlannedLoads(lengths, absorb=absorb)
 
@@ -146,6 +149,11 @@ class SampleCollator(ABC):
     def without_targets(self, sample: Any) -> dict[str, Any]:
         """The sample as a filler."""
         return {**sample, "labels": torch.full_like(torch.as_tensor(sample["labels"]), IGNORED)}
+
+    @property
+    def unit_name(self) -> str | None:
+        """What the first encoder counts, where it is not a ViT."""
+        return WINDOWS if hears_alone(self._arguments) else None
 
     def measure(self, dataset: Any, numbers: Sequence[int]) -> list[Loads]:
         """Loads of some samples, each of which is read once."""
@@ -185,6 +193,11 @@ class PackCollator(SampleCollator):
         super().__init__(lengths, absorb=absorb)
         self._collate, self._positions, self._arguments, self._further = collate, positions, arguments, {*further}
         self._takes_videos = videos_of(positions) is not None
+
+    @classmethod
+    def of(cls, model: Any, collate: Collator, **options: Any) -> Self:
+        """The collator of packs for a model of transformers or peft."""
+        return cls(collate, positions_of(model.config), arguments=arguments_of(model), **options)
 
     def sample(self, item: Any) -> dict[str, Tensor]:
         """The fields of one item: per token (tokens,), per image as the model takes it."""
@@ -242,10 +255,79 @@ class PackCollator(SampleCollator):
         targets, sounds = int((sample["labels"] != IGNORED).sum()), sounds_of(sample, self._arguments)
         return loads_of(units + sounds[0], videos, len(sample["input_ids"]), targets, sounds[1])
 
+
+class PaddedCollator(SampleCollator):
+    """The host's own batches of the samples that a sampler draws, whatever fields they have.
+
+    Arguments are those of ``PackCollator``. ``collate`` gives ``input_ids`` and ``labels`` (samples, tokens), an
+    ``attention_mask`` where samples are padded, and images as rows of ``pixel_values``.
+    """
+
+    def __init__(
+        self,
+        collate: Collator,
+        lengths: SampleLengths | None = None,
+        *,
+        absorb: bool = False,
+        arguments: frozenset[str] | None = None,
+    ) -> None:
+        super().__init__(lengths, absorb=absorb)
+        self._collate, self._arguments = collate, arguments
+
+    def __call__(self, drawn: PackItems) -> dict[str, Any]:
+        """The arguments of the model's forward pass; DataError for samples that are not as planned."""
+        batch = self.pack(drawn.items)
+        if self._planned is not None:  # a row tells its tokens, pixel_values only the images of all rows
+            rows = [(None, *row) for row in _rows(batch)]
+            self._planned.check(drawn.samples, rows, self._units(batch))
+        batch["labels"][len(drawn.samples) - drawn.num_fillers :] = IGNORED
+        return batch
+
+    def sample(self, item: Any) -> dict[str, Any]:
+        """A batch of one item."""
+        return self.pack([item])
+
+    def loads(self, sample: Mapping[str, Tensor]) -> Loads:
+        units, videos, sounds = self._units(sample)
+        return loads_of(units - videos, videos, *_rows(sample)[0], sounds)
+
+    def pack(self, samples: Sequence[Any]) -> dict[str, Any]:
+        batch = {name: value for name, value in self._collate(list(samples)).items() if value is not None}
+        refuse_missing(batch, self._arguments)
+        batch["labels"] = batch["labels"].clone()
+        batch["labels"][:, :1] = IGNORED  # nothing predicts a first token, but some hosts count it as a target
+        return batch
+
+    def _units(self, batch: Mapping[str, Tensor]) -> tuple[int, int, int]:
+        """Vision units (or windows of sound), those of videos, and sound units."""
+        pixels, videos = batch.get("pixel_values"), len(batch.get("pixel_values_videos", ()))
+        images = 0 if pixels is None else len(unpadded_images(batch).get("pixel_values", pixels))
+        windows, positions = sounds_of(batch, self._arguments)
+        return images + videos + windows, videos, positions
+
+
+class RowCollator(PackCollator):
+    """Samples one by one, to become rows of a batch that is padded behind: for models that cannot pack.
+
+    ``positions`` is what ``positions_of(config)`` gives.
+    """
+
     @property
-    def unit_name(self) -> str | None:
-        """What the first encoder counts, where it is not a ViT."""
-        return WINDOWS if hears_alone(self._arguments) else None
+    def num_positions(self) -> int:
+        """Rows of a token's positions; none where the model counts them by itself."""
+        return 0 if self._positions is None else 3
+
+    def positions(self, sample: Mapping[str, Tensor]) -> Tensor:
+        """Positions in time, height and width, without the text's row, which would tell samples apart."""
+        ids = sample["input_ids"]
+        return ids.new_empty((0, len(ids))) if self._positions is None else self._positions(ids, sample)[1:]
+
+
+def _rows(batch: Mapping[str, Tensor]) -> list[tuple[int, int]]:
+    """Tokens and target tokens of each row of a padded batch."""
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    tokens = (torch.ones_like(ids) if mask is None else mask != 0).sum(dim=1).tolist()
+    return list(zip(tokens, (batch["labels"] != IGNORED).sum(dim=1).tolist(), strict=True))
 
 
 def hears_alone(arguments: frozenset[str] | None) -> bool:

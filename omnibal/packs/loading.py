@@ -1,4 +1,4 @@
-"""A batch sampler and a view of a dataset, with which a host's own DataLoader reads balanced packs.
+"""Batch samplers and a view of a dataset, with which a host's own DataLoader reads balanced packs or padded batches.
 
 No torch and no host is imported here. A host that counts batches (Trainer, Accelerate, Lightning) counts packs.
 """
@@ -12,12 +12,14 @@ from warnings import warn
 
 import numpy as np
 
+from omnibal.compiled import compiled
 from omnibal.cost import Load
 from omnibal.data.kinds import fillers_for, in_full, smallest_of_kinds
-from omnibal.data.lengths import SampleLengths
+from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
-from omnibal.errors import DataError
+from omnibal.data.step_size import planned_with
+from omnibal.errors import ConfigError, DataError
 from omnibal.families.base import WINDOWS
 from omnibal.feeds.sampler import BalancedBatchSampler
 
@@ -89,6 +91,111 @@ class PackSampler(BalancedBatchSampler):
         load = self.step(step).load
         sizes = load.vision_units, load.llm_tokens, load.llm_tokens_squared, load.vision_squared
         return Load(*sizes, sound_units=load.sound_units)
+
+
+class PaddedSampler(PackSampler):
+    """A ``PackSampler`` whose packs are batches to be padded, for models that cannot pack: its limits count padding.
+
+    A padded batch costs as many sequences as it has samples, each as long as the longest. Packs that are even in tokens
+    mix long samples with short ones: padded, they waste more than random batches do. So the samples of each step stay
+    those that were planned, and are dealt to its batches anew, sorted by length. The planner chose them at random, so
+    nothing but the place of a sample within its step depends on its length. A step that cannot be dealt within the
+    limits is dealt as evenly as it can be.
+    """
+
+    def __init__(self, lengths: SampleLengths, limits: PackLimits, **options: Any) -> None:
+        if limits.sound_units is not None:
+            raise ConfigError(
+                f"limits of padded batches must have no sound_units, got {limits.sound_units}; LLM tokens bound them"
+            )
+        super().__init__(lengths, planned_with(limits), **options)
+        self._most = limits
+        self._dealt: tuple[Packs, Packs] | None = None  # a step as planned and as dealt, which is asked for repeatedly
+
+    def packs_of_step(self, step: int) -> Packs:
+        """The batches of a step, in the order of ``packs_of_all_ranks``."""
+        planned = self.step_packs(step)
+        if self._dealt is None or self._dealt[0] is not planned:
+            self._dealt = planned, self._deal(planned.samples)
+        return self._dealt[1]
+
+    def _deal(self, samples: IntArray) -> Packs:
+        dealt = deal_padded(samples, self.lengths, self._most, self.num_replicas * self.micro_batches)
+        # Rows of the grid are micro-batches, which ranks run at the same time: each row gets batches with about as many
+        # images. Every second row is turned round, so that over the step no rank gets more images than others.
+        by_vision = np.argsort(-dealt.vision_units(self.lengths), kind="stable")
+        grid = by_vision.reshape(self.micro_batches, self.num_replicas)
+        grid[1::2] = grid[1::2, ::-1]
+        return dealt.take(grid.T.ravel())
+
+    def load(self, step: int) -> Load:
+        """What the micro-batches of a step hold, padding included, in arrays of shape (ranks, micro-batches)."""
+        packs, shape = self.packs_of_step(step), (self.num_replicas, self.micro_batches)
+        longest = np.array([self.lengths.llm_tokens[pack].max(initial=0) for pack in packs], dtype=np.float64)
+        load = packs.load(self.lengths)
+        columns = (
+            load.vision_units,
+            packs.sizes * longest,
+            packs.sizes * longest**2,
+            load.vision_squared,
+            load.sound_units,
+        )
+        vision, tokens, squares, squared, sounds = (column.reshape(shape) for column in columns)
+        return Load(vision, tokens, squares, squared, sound_units=sounds)
+
+
+def deal_padded(samples: IntArray, lengths: SampleLengths, limits: PackLimits, count: int) -> Packs:
+    """Deal samples into batches such that the largest one, padding included, is as small as sorting allows.
+
+    Batches are runs of the samples in order of their length, so each is padded little. A batch with more vision units
+    than the limit is made only where there is no other way. Batches are empty only where there are fewer samples.
+
+    >>> lengths = SampleLengths([0, 0, 0, 0], [100, 10, 90, 20])
+    >>> [batch.tolist() for batch in deal_padded(np.arange(4), lengths, PackLimits(1, 200), 2)]
+    [[0, 2], [3, 1]]
+    """
+    order = samples[np.lexsort((-lengths.vision_units[samples], -lengths.llm_tokens[samples]))]
+    if len(order) <= count:
+        return Packs(order, np.minimum(np.arange(count + 1), len(order)))
+    tokens, vision = lengths.llm_tokens[order].astype(np.int64), lengths.vision_units[order].astype(np.int64)
+    everything = int(tokens[0]) * len(tokens)
+    fits = _num_runs(tokens, vision, everything, limits.vision_units) <= count
+    most_vision = limits.vision_units if fits else int(vision.sum())
+    least, most = int(tokens[0]), everything  # the largest padded size is searched by halving
+    while least < most:
+        middle = (least + most) // 2
+        if _num_runs(tokens, vision, middle, most_vision) <= count:
+            most = middle
+        else:
+            least = middle + 1
+    starts = np.zeros(count + 1, dtype=np.int64)
+    runs = _cut(tokens, vision, most, most_vision, starts)
+    starts = starts[: runs + 1]
+    while len(starts) - 1 < count:  # as many samples as batches at least: none stays empty
+        sizes = np.diff(starts)
+        largest = np.argsort(-np.where(sizes > 1, sizes * tokens[starts[:-1]], 0), kind="stable")
+        halved = largest[: min(count - len(sizes), int((sizes > 1).sum()))]
+        starts = np.sort(np.concatenate([starts, starts[halved] + sizes[halved] // 2]))
+    return Packs(order, starts)
+
+
+def _num_runs(tokens: IntArray, vision: IntArray, most: int, most_vision: int) -> int:
+    return int(_cut(tokens, vision, most, most_vision, np.zeros(len(tokens) + 1, dtype=np.int64)))
+
+
+@compiled
+def _cut(tokens: IntArray, vision: IntArray, most: int, most_vision: int, bounds: IntArray) -> int:
+    """Cut sorted samples into runs as long as the limits allow, and write where they begin and the last one ends."""
+    runs, first, units = 0, 0, 0
+    for place in range(len(tokens)):
+        # The first sample of a run is its longest: all are padded to it.
+        padded = tokens[first] * (place - first + 1)
+        if place > first and (padded > most or units + vision[place] > most_vision):
+            runs, first, units = runs + 1, place, 0
+            bounds[runs] = place
+        units += vision[place]
+    bounds[runs + 1] = len(tokens)
+    return runs + 1
 
 
 @dataclass(frozen=True)

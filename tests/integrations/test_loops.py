@@ -15,8 +15,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations import lengths as lengths_module
 from omnibal.integrations.loops import TOKEN_WEIGHT, ItemCollator, balanced_loader, item_loads, pack_loss
-from omnibal.packs.loading import PackItems, PlannedLoads
-from omnibal.packs.padded import PaddedSampler
+from omnibal.packs.loading import PackItems, PaddedSampler, PlannedLoads
 from tests.families.models import small_config
 from tests.integrations.items import Collate, items_of
 from tests.vlm.families import plain_backward, plain_family_model

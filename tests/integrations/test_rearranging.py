@@ -25,9 +25,8 @@ from omnibal.dispatch.step_plan import Costs, Link, PhaseCosts
 from omnibal.errors import ConfigError, DataError, InfeasibleError
 from omnibal.integrations.rearranging import Passes, RearrangedModel
 from omnibal.integrations.rearranging_loader import RearrangingLoader, carried_bytes, counted_costs, measured_link
-from omnibal.packs.collator import FAMILIES, PackCollator, positions_of
+from omnibal.packs.collator import FAMILIES, PackCollator, RowCollator, positions_of
 from omnibal.packs.encoders import encoders_of
-from omnibal.packs.padded import RowCollator
 from tests.engine.launch import RANKS_ON, ROOT, launch
 from tests.families.models import small_config
 from tests.integrations.items import UNPACKED, Collate, collated_backward, config_of, items_of, items_of_kinds

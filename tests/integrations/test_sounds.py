@@ -17,10 +17,9 @@ from omnibal.data.limits import PackLimits
 from omnibal.demo import vocabulary, write_model_folder
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.lengths import measured
-from omnibal.packs.collator import PackCollator, arguments_of, positions_of
-from omnibal.packs.loading import PackItems, PackSampler
+from omnibal.packs.collator import PackCollator, PaddedCollator, arguments_of, positions_of
+from omnibal.packs.loading import PackItems, PackSampler, PaddedSampler
 from omnibal.packs.losses import loss_per_target
-from omnibal.packs.padded import PaddedCollator, PaddedSampler
 from tests.integrations.items import Collate, collated_backward, config_of, items_of
 from tests.integrations.sounds import SOUND_MODELS, save_sound_folder, sound_item, sound_items_of_kinds
 from tests.vlm.families import plain_family_model

@@ -21,7 +21,7 @@ from omnibal.errors import ConfigError, DataError
 from omnibal.feeds.buffer import BufferedSample, SampleBuffer, StreamSettings
 from omnibal.integrations.loops import balanced_loader, pack_loss
 from omnibal.integrations.streams import balanced_stream
-from omnibal.integrations.trainer.streams import Stream
+from omnibal.integrations.trainer.drawn import Stream
 from omnibal.vlm.weights import check_data, load_data
 from tests.engine.launch import launch
 from tests.families.models import small_config
@@ -94,7 +94,7 @@ def test_a_step_after_a_failure_goes_on_behind_the_last_one():
                     raise OSError("the network is gone")
                 yield found
 
-    feed, whole = stream_of({"data": Failing()}).feed, stream_of({"data": Counting()}).feed
+    feed, whole = stream_of({"data": Failing()}), stream_of({"data": Counting()})
     steps, failures = [], 0
     while len(steps) < 12 and failures < 3:
         try:
@@ -173,7 +173,7 @@ def test_shares_over_any_thousand_steps_are_those_that_were_asked_for(by):
     loader = stream_of({"a": Counting(), "b": Counting(10**6)}, mixture=mixture, buffer=160, micro_batches=1)
     rows = []
     for _ in itertools.islice(loader, 2000):
-        given = loader.step.num_samples if by == "samples" else loader.step.llm_tokens
+        given = loader.last_step.num_samples if by == "samples" else loader.last_step.llm_tokens
         rows.append(
             [given, *(share * given for pair in zip(*loader.step_shares.values(), strict=True) for share in pair)]
         )
@@ -215,14 +215,14 @@ class Stuck:
 def test_a_slow_source_is_named_and_a_dead_one_ends_the_run():
     slow = Stuck(20)
     loader = stream_of({"slow": slow, "fast": Counting(1000)}, mixture={"slow": 1, "fast": 1}, warn_seconds=0.02)
-    name = loader.feed.filling._name
+    name = loader.filling._name
 
     def release(waiting):
         name(waiting)
         if "slow" in str(waiting):  # on a busy machine the other one may be waited for, too
             slow.released.set()
 
-    loader.feed.filling._name = release
+    loader.filling._name = release
     with pytest.warns(UserWarning, match="all ranks wait for source 'slow' of rank 0, idle for 0 s"):
         assert len(taken(loader, 30)) == 30
     dead = Stuck(20)
@@ -611,7 +611,7 @@ def even():
     for number, batch in enumerate(itertools.islice(loader, 120)):
         own += numbers(batch)
         if number % 2:
-            loads.append(np.stack([loader.step.load.vision_units, loader.step.load.llm_tokens], axis=-1))
+            loads.append(np.stack([loader.last_step.load.vision_units, loader.last_step.load.llm_tokens], axis=-1))
     return np.stack(loads), own
 
 

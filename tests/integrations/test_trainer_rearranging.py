@@ -11,8 +11,7 @@ from torch.utils.data import IterableDataset
 pytest.importorskip("accelerate")
 
 from omnibal.errors import ConfigError
-from omnibal.integrations.trainer.rearranging import DatasetDraws
-from omnibal.integrations.trainer.streams import Stream
+from omnibal.integrations.trainer.drawn import DatasetDraws, Stream
 from omnibal.integrations.transformers import balance, rearrange
 from tests.engine.launch import launch
 from tests.integrations.items import collated_backward, items_of, items_of_kinds

@@ -22,8 +22,7 @@ from omnibal.integrations.trainer.steps import (
     padding_share,
     samples_per_pack,
 )
-from omnibal.packs.loading import PackSampler
-from omnibal.packs.padded import PaddedSampler
+from omnibal.packs.loading import PackSampler, PaddedSampler
 from tests.integrations.items import config_of
 from tests.vlm.families import plain_family_model
 from tools.synthetic import tiled_lengths

@@ -11,7 +11,7 @@ pytest.importorskip("accelerate")
 
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations import streams
-from omnibal.integrations.trainer import streams as trainer_streams
+from omnibal.integrations.trainer import drawn as trainer_streams
 from omnibal.integrations.transformers import balance, balance_stream, rearrange
 from omnibal.packs.collator import PER_IMAGE, PackCollator
 from tests.engine.launch import launch

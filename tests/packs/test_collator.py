@@ -7,10 +7,9 @@ from transformers import AttentionInterface
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.lengths import samples_to_check
-from omnibal.packs.collator import FAMILIES, PackCollator, arguments_of, positions_of
+from omnibal.packs.collator import FAMILIES, PackCollator, PaddedCollator, arguments_of, positions_of
 from omnibal.packs.loading import PackItems
 from omnibal.packs.losses import loss_per_target
-from omnibal.packs.padded import PaddedCollator
 from omnibal.packs.proof import check_packed, two_texts
 from omnibal.vlm.attention import PACKED_ATTENTION
 from tests.families.models import EXPERTS, small_config

@@ -6,9 +6,9 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.errors import DataError
-from omnibal.packs.loading import PackItems, PackSampler
+from omnibal.packs.collator import PaddedCollator
+from omnibal.packs.loading import PackItems, PackSampler, PaddedSampler, deal_padded
 from omnibal.packs.losses import loss_per_target
-from omnibal.packs.padded import PaddedCollator, PaddedSampler, deal_padded
 from tests.integrations.items import UNPACKED, Collate, config_of, items_of
 from tests.vlm.families import plain_family_model
 from tools.synthetic import tiled_lengths

@@ -65,7 +65,7 @@ def lengths_that_ranks_keep(folder):
 
     def count(case, path):
         collator = Collator()
-        lengths = kept_lengths(collator, range(6), path, saves=rank == 0, num_workers=0)
+        lengths, _ = kept_lengths(collator, range(6), path, saves=rank == 0, num_workers=0)
         assert lengths.llm_tokens.tolist() == [10, 11, 12, 13, 14, 15]
         whole = sum(gather(collator.read))  # each rank reads all six to check lengths that it has found
         counted[case] = whole - 6 * dist.get_world_size() if whole > 6 else whole

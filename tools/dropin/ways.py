@@ -12,8 +12,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.data.step_size import PLANNED_SHARE
-from omnibal.packs.loading import PackSampler
-from omnibal.packs.padded import PaddedSampler
+from omnibal.packs.loading import PackSampler, PaddedSampler
 
 WINDOW = 64
 """Micro-batches' worth of samples that the knapsack looks at, at a time."""

@@ -22,8 +22,7 @@ from omnibal.feeds.sampler import MOST_SHOWN
 from omnibal.integrations.trainer.settings import GIB
 from omnibal.integrations.trainer.steps import Waiting
 from omnibal.packs.collator import PackCollator
-from omnibal.packs.loading import PackSampler
-from omnibal.packs.padded import PaddedSampler
+from omnibal.packs.loading import PackSampler, PaddedSampler
 from omnibal.packs.proof import check_packed
 from omnibal.processes import EndRequest, leave_ends_to_parent
 from omnibal.ranks import any_rank
