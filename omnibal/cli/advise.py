@@ -76,8 +76,7 @@ LayoutsOption = Annotated[
     bool,
     typer.Option(
         "--layouts",
-        help="Weigh ZeRO, pipelines, tensor ranks, a spread encoder and units, too: takes a minute. A PNG of --plot "
-        "then shows these.",
+        help="Weigh ZeRO, pipelines, tensor ranks, a spread encoder and units, too: takes a minute.",
     ),
 ]
 PlotOption = Annotated[Path | None, typer.Option(help="Draw a picture (a PNG) or write a page (HTML).")]
@@ -137,7 +136,7 @@ def advise(
     if plot is not None and plot.suffix.lower() == ".html":
         write_advice_page(report, plot, weighed)
     elif plot is not None:
-        draw(report, plot) if weighed is None or weighed.answer.winner is None else weighed.draw(plot)
+        draw(report, plot)
     written = [f"written: {plot}"] if plot else []
     record = report.to_record() | ({} if weighed is None else {"layouts": weighed.to_record()}) | {"written": plot}
     table = [] if weighed is None else weighed.parts()

@@ -326,7 +326,7 @@ def write_advice_page(report: Report, path: Path, layouts: LayoutReport | None =
     with tempfile.TemporaryDirectory() as name:
         drawn = Path(name) / "advice.png"
         draw(report, drawn)
-        weighed = [] if layouts is None else [_weighed(layouts, Path(name) / "layouts.png")]
+        weighed = [] if layouts is None else [_weighed(layouts)]
         sections = [
             section("In short", paragraph(report.headline)),
             section("Found", *(paragraph(line) for line in report.findings() if line != report.headline)),
@@ -348,16 +348,12 @@ def write_advice_page(report: Report, path: Path, layouts: LayoutReport | None =
         path.write_text(page("What balancing would bring", lead, sections))
 
 
-def _weighed(layouts: LayoutReport, drawn: Path) -> str:
-    """The section of the page on layouts; its picture is drawn into a file."""
+def _weighed(layouts: LayoutReport) -> str:
+    """The section of the page on layouts."""
     title, lines = "Which layout wins", [paragraph(line) for line in layouts.lines()]
     if layouts.answer.winner is None:
         return section(title, *lines)
-    layouts.draw(drawn)
     (heads, rows), winner = layouts.rows(), layouts.answer.candidates.index(layouts.answer.winner)
     return section(
-        title,
-        html_table([head.replace("-\n", "").replace("\n", " ") for head in heads], rows, marked=winner),
-        *lines,
-        picture(drawn, "The devices' time for a sample by cause; what does not run today is marked by a star."),
+        title, html_table([head.replace("-\n", "").replace("\n", " ") for head in heads], rows, marked=winner), *lines
     )

@@ -1,11 +1,10 @@
-"""Which layout wins, as `omnibal advise --layouts` and `omnibal plan --layout` say it: table, lines, picture."""
+"""Which layout wins, as `omnibal advise --layouts` and `omnibal plan --layout` say it: table and lines."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Final
 
 from rich.table import Table
@@ -15,23 +14,13 @@ from omnibal.advise.layout_ranking import DEGREES, degrees_within
 from omnibal.advise.layouts import EQUAL, KINDS, Kind, LayoutAnswer, WeighedLayout
 from omnibal.advise.memory import USUAL
 from omnibal.errors import bytes_in_words
-from omnibal.report.style import (
-    BLUE,
-    GIB,
-    GREEN,
-    PINK,
-    VERMILION,
-    drawing,
-    legend_below,
-    make_table,
-    stacked_bars,
-)
+from omnibal.report.style import GIB, make_table
 
 NAMES: Final[Mapping[Kind, str]] = {
     "zero": "ZeRO", "rearranged": "rearranged", "pipeline": "pipeline", "tensor": "tensor",
     "spread": "spread ViT", "units": "units",
 }  # fmt: skip
-"""Of rows of the table and bars of the picture."""
+"""Of rows of the table."""
 CAUSES: Final[Mapping[str, tuple[str, ...]]] = {
     "useful": ("useful",),
     "waits": ("waits", "bubbles, transfers, sums of gradients"),
@@ -39,10 +28,6 @@ CAUSES: Final[Mapping[str, tuple[str, ...]]] = {
     "communication": ("communication", "tensor ranks"),
 }
 """Where the devices' time goes, alike for all kinds, and what candidates call it."""
-COLOURS: Final = (GREEN, VERMILION, PINK, BLUE)
-LEAST_CAUSE: Final = 0.005
-"""Share of a sample's time by which a cause must differ to be named."""
-MOST_CAUSES: Final = 3
 NONE_FITS: Final = "winner: none, no layout fits these devices"
 
 
@@ -87,11 +72,6 @@ class LayoutReport:
         found = [
             f"{NAMES[each.kind]}: {KINDS[each.kind]}: {each.layout}, {_batches(each)} of a replica"
             for each in answer.candidates
-        ]
-        found += [
-            f"{NAMES[each.kind]} waits: " + ", ".join(f"{share:.1%} {cause}" for cause, share in each.waits.items())
-            for each in answer.candidates
-            if each.waits
         ]
         found += [NONE_FITS] if answer.winner is None else self._winner_lines(answer.winner)
         found += [f"cannot be: {KINDS[kind]}: {_lacking(missing)}" for kind, missing in answer.missing_bytes.items()]
@@ -169,28 +149,6 @@ class LayoutReport:
             for each in self.answer.candidates
         ]
 
-    def draw(self, path: Path) -> None:
-        """Draw a PNG: where the devices' time goes in each kind, and the samples a second."""
-        fastest, found = self.answer.candidates[0].samples_per_second, self.answer.candidates
-        names = [NAMES[each.kind] + ("" if each.runs_today else "*") for each in found]
-        lengths = [fastest / each.samples_per_second for each in found]
-        shares = [causes_of(each) for each in found]
-        parts = {
-            cause: [length * share[cause] for length, share in zip(lengths, shares, strict=True)] for cause in CAUSES
-        }
-        with drawing(path, 7.6, 1.6 + 0.3 * len(found)) as figure:
-            axes = figure.subplots()
-            places = stacked_bars(axes, names, parts, COLOURS)
-            for place, length, each in zip(places, lengths, found, strict=True):
-                axes.annotate(
-                    f"{_rate(each.samples_per_second)}/s", (length, place), (3, 0), textcoords="offset points",
-                    va="center", fontsize=8,
-                )  # fmt: skip
-            axes.set_xlim(0, 1.15 * max(lengths))
-            axes.set_xlabel("time of the devices for a sample, the fastest's is 1 (* does not run today)")
-            axes.set_title("Where the time goes, and samples a second", loc="left")
-            legend_below(figure, axes)
-
     def _openly(self, winner: WeighedLayout) -> WeighedLayout:
         """What would win if nothing of ZeRO's communication hid behind computation."""
         best = max(self.answer.candidates, key=_unhidden)
@@ -206,15 +164,9 @@ def causes_of(found: WeighedLayout) -> dict[str, float]:
 
 
 def _compared(winner: WeighedLayout, other: WeighedLayout) -> str:
-    """How another layout compares with the winner, and which causes make most of the difference."""
+    """How another layout compares with the winner."""
     ratio = other.samples_per_second / winner.samples_per_second
-    # Parts of the time that the winner takes for a sample: so differences of causes add up to that of the whole.
-    own, its = causes_of(winner), causes_of(other)
-    differences = {cause: its[cause] / ratio - own[cause] for cause in CAUSES}
-    largest = sorted(differences, key=lambda cause: -abs(differences[cause]))[:MOST_CAUSES]
-    why = ", ".join(f"{cause} {differences[cause]:+.1%}" for cause in largest if abs(differences[cause]) >= LEAST_CAUSE)
-    because = f"; of the winner's time for a sample: {why}" if why else ""
-    return f"{KINDS[other.kind]}, {_rate(other.samples_per_second)} samples/s ({ratio:.2f} ×); {_runs(other)}{because}"
+    return f"{KINDS[other.kind]}, {_rate(other.samples_per_second)} samples/s ({ratio:.2f} ×); {_runs(other)}"
 
 
 def _kind(found: WeighedLayout | None) -> Kind | None:

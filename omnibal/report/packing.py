@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
-from omnibal.cost import CostModel, FloatArray, Load
+from omnibal.cost import CostModel, Load
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, min_packs, pad_ratio, source_mix, step_randomness
 from omnibal.data.packing_spec import DEFAULT_COST
 from omnibal.data.packs import Packs
-from omnibal.report.style import BLUE, GREY, ORANGE, VERMILION, drawing, legend_below, make_table
+from omnibal.report.style import make_table
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    pass
 
-SHOWN: Final = 48  # micro-batches whose ranks are drawn, from the middle of the epoch
 LENGTH_CLASSES: Final = 8  # classes of token lengths that stand for sources where there is but one
 
 
@@ -151,7 +149,6 @@ SOUND_ROW: Final = "Dist Ratio, sound units"
 _ROWS: Final[tuple[tuple[str, str] | None, ...]] = (
     ("packs", "{0.packs:,}"),
     ("  fewest possible", "{0.fewest_packs:,}"),
-    ("  over the fewest", "{0.packs_over_fewest:+.2%}"),
     ("  empty", "{0.empty_packs:,}"),
     ("steps", "{0.steps:,}"),
     ("samples per pack", "{0.samples_per_pack:.2f}"),
@@ -194,56 +191,3 @@ def packing_notes(num_replicas: int) -> list[str]:
         notes.append("Dist Ratio: share of the time that ranks wait for the one with the largest micro-batch")
     notes.append("χ² of steps: how unlike the mixes of sources (else lengths) are, a degree of freedom")
     return notes
-
-
-@dataclass(frozen=True)
-class Arranged:
-    """Packs and the order in which they run."""
-
-    load: Load
-    """What each pack holds."""
-    steps: npt.NDArray[np.int64]
-    """Pack numbers, shape (steps, ranks, micro-batches)."""
-
-    def by_rank(self, values: FloatArray) -> FloatArray:
-        """Values of packs as ranks run them at the same time, shape (steps · micro-batches, ranks)."""
-        return values[self.steps].transpose(0, 2, 1).reshape(-1, self.steps.shape[1])
-
-
-def plot_rank_loads(arranged: Mapping[str, Arranged], path: Path, vision_unit: str = "vision units") -> None:
-    """Draw the ranks' vision units and LLM cost over some steps, a column per method on common axes."""
-    from matplotlib.ticker import MaxNLocator
-
-    with drawing(path, 4.6 * len(arranged), 5.2) as figure:
-        axes = figure.subplots(2, len(arranged), sharey="row", squeeze=False)
-        for column, (method, entry) in enumerate(arranged.items()):
-            cost = entry.by_rank(DEFAULT_COST(entry.load))
-            _draw_waiting(axes[0, column], method, entry.by_rank(entry.load.vision_units))
-            _draw_waiting(axes[1, column], "", cost / max(cost.mean(), np.finfo(float).tiny))
-            axes[1, column].set_xlabel("micro-batch of the epoch")
-        axes[0, 0].set_ylabel(f"{vision_unit} in a micro-batch")
-        axes[1, 0].set_ylabel("LLM cost, relative to the mean")
-        axes[0, 0].yaxis.set_major_locator(MaxNLocator(integer=True))
-        axes[0, 0].yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        for row in axes:
-            row[0].set_ylim(bottom=0)  # after all is drawn: it ends the search for a top that fits all columns
-        legend_below(figure, axes[0, 0])
-
-
-def _draw_waiting(axes: Axes, title: str, loads: FloatArray) -> None:
-    """Draw (micro-batches, ranks): a dot per rank, the largest as a line, the area between it and the mean."""
-    # The middle of the epoch: its last steps may be short of samples.
-    first = max((len(loads) - SHOWN) // 2, 0)
-    shown = loads[first : first + SHOWN]
-    number = np.arange(first, first + len(shown))
-    largest, mean = shown.max(axis=1), shown.mean(axis=1)
-    ranks = np.repeat(number, shown.shape[1])
-    waiting: Any = {"label": "mean of the ranks to the slowest", "color": ORANGE, "alpha": 0.4, "linewidth": 0}
-    axes.scatter(ranks, shown.ravel(), s=9, color=BLUE, alpha=0.5, linewidth=0, label="a rank", zorder=3, clip_on=False)
-    axes.step(number, largest, where="mid", color=VERMILION, linewidth=1.1, label="slowest rank")
-    axes.fill_between(number, mean, largest, step="mid", **waiting)
-    # a title, which may be empty, above a quieter line
-    style: Any = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "center"}
-    subtitle = f"ranks wait {dist_ratio(loads):.2%} of the time"
-    axes.annotate(subtitle, (0.5, 1.0), xytext=(0, 4), color=GREY, fontsize=8.5, **style)
-    axes.annotate(title, (0.5, 1.0), xytext=(0, 18), fontweight="bold", fontsize=11, **style)

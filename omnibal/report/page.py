@@ -6,25 +6,27 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from omnibal.advise.estimate import Way, gain_over
 from omnibal.cost import FloatArray, Load
 from omnibal.data.metrics import dist_ratio
+from omnibal.data.packing_spec import DEFAULT_COST
 from omnibal.families.base import vision_unit_of
 from omnibal.memory.footprint import StageMemory
 from omnibal.plan import Plan
 from omnibal.planner.prediction import RANDOM, Variant
-from omnibal.profile.records import ModelProfile, every_layer
-from omnibal.report.packing import Arranged, plot_rank_loads
+from omnibal.profile.records import every_layer
 from omnibal.report.stages import plot_memory, plot_timeline, stage_layers
 from omnibal.report.style import (
+    BLUE,
     GIB,
-    SERIES,
+    GREY,
+    ORANGE,
+    VERMILION,
     drawing,
     html_table,
     legend_below,
@@ -36,54 +38,10 @@ from omnibal.report.style import (
 )
 from omnibal.report.training import Metrics, plot_shares, plot_training, training_rows
 
-SHOWN: Final = 48  # micro-batches of the first replica that are looked at
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
-
-@dataclass(frozen=True)
-class Imbalance:
-    """Forward time and memory of stages and micro-batches."""
-
-    forward_seconds: FloatArray
-    """Seconds of some micro-batches of one replica, shape (micro-batches, stages)."""
-    memory_bytes: FloatArray
-    """Bytes of a device of each stage if all micro-batches in flight are like this one; the same shape."""
-
-    @classmethod
-    def of(cls, profile: ModelProfile, loads: Load, plan: Plan) -> Imbalance:
-        """The imbalance of micro-batches of shape (steps, replicas, micro-batches) under a plan."""
-        # Seconds of layers, (micro-batches, layers), summed up to those of stages.
-        shown = loads[:, 0].ravel()[:SHOWN]
-        forward = np.stack([layer.forward_seconds(shown) for layer in profile.layers], axis=1)
-        stages = [forward[:, a:b].sum(axis=1) for a, b in pairwise(plan.partition.boundaries)]
-        memory = [[stage.total for stage in plan.memory(profile, one)] for one in shown]
-        return cls(np.stack(stages, axis=1), np.array(memory, dtype=np.float64))
-
-    def rows(self) -> list[tuple[str, str, str]]:
-        """Mean and spread of time and memory across stages, and over time in the first stage."""
-        means = self.forward_seconds.mean(axis=0), self.memory_bytes.mean(axis=0)
-        first = self.forward_seconds[:, 0], self.memory_bytes[:, 0]
-        return [("across stages", *_spread(*means)), ("in stage 0, over time", *_spread(*first))]
-
-
-def _spread(seconds: FloatArray, size: FloatArray) -> tuple[str, str]:
-    pairs = ((1e3 * seconds, "ms"), (size / GIB, "GiB"))
-    time, memory = (f"{values.mean():,.1f} ± {values.std():,.1f} {unit}" for values, unit in pairs)
-    return time, memory
-
-
-def plot_imbalance(variants: Mapping[str, Imbalance], path: Path) -> None:
-    """Draw each stage's forward time over micro-batches, a column per variant on common axes."""
-    with drawing(path, 4.9 * len(variants), 3.2) as figure:
-        axes = figure.subplots(1, len(variants), sharey=True, squeeze=False)[0]
-        for panel, (title, imbalance) in zip(axes, variants.items(), strict=True):
-            for stage, seconds in enumerate(1e3 * imbalance.forward_seconds.T):
-                colour = SERIES[stage % len(SERIES)]
-                panel.step(np.arange(len(seconds)), seconds, where="mid", color=colour, label=f"stage {stage}")
-            panel.set_title(title, loc="left")
-            panel.set_xlabel("micro-batch of a replica")
-            panel.set_ylim(bottom=0)
-        axes[0].set_ylabel("forward pass, milliseconds")
-        legend_below(figure, axes[0])
+SHOWN: Final = 48  # micro-batches whose ranks are drawn, from the middle of the epoch
 
 
 @dataclass(frozen=True)
@@ -118,7 +76,7 @@ def write_page(path: Path, *, plan: PlanPart | None, run: Metrics | None) -> Non
     # Pictures are drawn into a folder that goes; the page holds their bytes.
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        sections = [] if plan is None else [of(plan, folder) for of in (_imbalance, _data, _stages, _timeline, _gain)]
+        sections = [] if plan is None else [of(plan, folder) for of in (_data, _stages, _timeline, _gain)]
         if run is not None:
             sections.append(_measured(run, folder))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,35 +96,11 @@ def _lead(plan: PlanPart | None, run: Metrics | None) -> str:
     return " ".join(parts)
 
 
-def _imbalance(part: PlanPart, folder: Path) -> str:
-    first, last = part.variants[0], part.variants[-1]
-    variants = {
-        title: Imbalance.of(variant.profile, variant.load, variant.plan)
-        for title, variant in ((first.name, first), ("with the plan", last))
-    }
-    plot_imbalance(variants, folder / "imbalance.png")
-    rows = [(f"{title}, {where}", *cells) for title, entry in variants.items() for where, *cells in entry.rows()]
-    return section(
-        "How uneven the work is",
-        paragraph(
-            "Random micro-batches, padded to their longest sample, cut by parameters and recomputed everywhere: "
-            "stages wait for the slowest stage, and every rank waits for the slowest rank. "
-            "Means and standard deviations, predicted for your data and model:"
-        ),
-        html_table(("", "forward pass of a micro-batch", "memory of a device"), rows),
-        picture(
-            folder / "imbalance.png",
-            "Forward time of every stage, micro-batch by micro-batch, on the first replica. Even stages lie on one "
-            "line; even micro-batches make it level.",
-        ),
-    )
-
-
 def _data(part: PlanPart, folder: Path) -> str:
     first, last = part.variants[0], part.variants[-1]
     rows = [_data_row(first.name, first), _data_row("with the plan", last)]
     unit, limits, has_ranks = vision_unit_of(last.profile.layers), part.plan.limits, part.plan.layout.num_replicas > 1
-    plot_rank_loads({first.name: _arranged(first), "with the plan": _arranged(last)}, folder / "ranks.png", unit)
+    plot_rank_loads({first.name: first.load, "with the plan": last.load}, folder / "ranks.png", unit)
     names: tuple[str, ...] = ("", "samples in a micro-batch", unit, "LLM tokens", "Dist Ratio, ViT", "Dist Ratio, LLM")
     if not has_ranks:  # nobody waits
         names, rows = names[:4], [row[:4] for row in rows]
@@ -174,8 +108,10 @@ def _data(part: PlanPart, folder: Path) -> str:
     return section(
         "Data: which samples share a micro-batch",
         paragraph(
+            "Random micro-batches are padded to their longest sample, and every rank waits for the slowest one. "
             f"Packs hold at most {limits.vision_units:,} {unit} and {limits.llm_tokens:,} LLM tokens, without padding."
-            + waiting * has_ranks
+            + waiting
+            * has_ranks
         ),
         html_table(names, rows),
         picture(
@@ -187,17 +123,57 @@ def _data(part: PlanPart, folder: Path) -> str:
 
 
 def _data_row(name: str, variant: Variant) -> tuple[str, ...]:
-    load, arranged = variant.load, _arranged(variant)
+    load = variant.load
     columns = load.vision_units, load.llm_tokens
-    ratios = [dist_ratio(arranged.by_rank(values.ravel())) for values in columns]
     samples = variant.samples_per_step / (load.shape[1] * load.shape[2])
     spreads = [f"{values.mean():,.1f} ± {values.std():,.1f}" for values in columns]
-    return (name, f"{samples:.2f}", *spreads, *(f"{ratio:.3f}" for ratio in ratios))
+    return (name, f"{samples:.2f}", *spreads, *(f"{dist_ratio(_by_rank(values)):.3f}" for values in columns))
 
 
-def _arranged(variant: Variant) -> Arranged:
-    flat = variant.load.ravel()
-    return Arranged(flat, np.arange(len(flat)).reshape(variant.load.shape))
+def _by_rank(values: FloatArray) -> FloatArray:
+    """Values of shape (steps, ranks, micro-batches) as ranks run them at once, shape (steps · micro-batches, ranks)."""
+    return values.transpose(0, 2, 1).reshape(-1, values.shape[1])
+
+
+def plot_rank_loads(loads: Mapping[str, Load], path: Path, vision_unit: str = "vision units") -> None:
+    """Draw the ranks' vision units and LLM cost over some steps, a column for each entry on common axes.
+
+    Loads have the shape (steps, ranks, micro-batches).
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    with drawing(path, 4.6 * len(loads), 5.2) as figure:
+        axes = figure.subplots(2, len(loads), sharey="row", squeeze=False)
+        for column, (name, load) in enumerate(loads.items()):
+            cost = _by_rank(DEFAULT_COST(load))
+            _draw_waiting(axes[0, column], name, _by_rank(load.vision_units))
+            _draw_waiting(axes[1, column], "", cost / max(cost.mean(), np.finfo(float).tiny))
+            axes[1, column].set_xlabel("micro-batch of the epoch")
+        axes[0, 0].set_ylabel(f"{vision_unit} in a micro-batch")
+        axes[1, 0].set_ylabel("LLM cost, relative to the mean")
+        axes[0, 0].yaxis.set_major_locator(MaxNLocator(integer=True))
+        for row in axes:
+            row[0].set_ylim(bottom=0)  # after all is drawn: it ends the search for a top that fits all columns
+        legend_below(figure, axes[0, 0])
+
+
+def _draw_waiting(axes: Axes, title: str, loads: FloatArray) -> None:
+    """Draw (micro-batches, ranks): a dot per rank, the largest as a line, the area between it and the mean."""
+    # The middle of the epoch: its last steps may be short of samples.
+    first = max((len(loads) - SHOWN) // 2, 0)
+    shown = loads[first : first + SHOWN]
+    number = np.arange(first, first + len(shown))
+    largest, mean = shown.max(axis=1), shown.mean(axis=1)
+    ranks = np.repeat(number, shown.shape[1])
+    waiting: Any = {"label": "mean of the ranks to the slowest", "color": ORANGE, "alpha": 0.4, "linewidth": 0}
+    axes.scatter(ranks, shown.ravel(), s=9, color=BLUE, alpha=0.5, linewidth=0, label="a rank", zorder=3, clip_on=False)
+    axes.step(number, largest, where="mid", color=VERMILION, linewidth=1.1, label="slowest rank")
+    axes.fill_between(number, mean, largest, step="mid", **waiting)
+    # a title, which may be empty, above a quieter line
+    style: Any = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "center"}
+    subtitle = f"ranks wait {dist_ratio(loads):.2%} of the time"
+    axes.annotate(subtitle, (0.5, 1.0), xytext=(0, 4), color=GREY, fontsize=8.5, **style)
+    axes.annotate(title, (0.5, 1.0), xytext=(0, 18), fontweight="bold", fontsize=11, **style)
 
 
 def _stages(part: PlanPart, folder: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -36,9 +36,11 @@ from omnibal.report.style import (
     drawing,
     excess,
     in_milliseconds,
+    legend_below,
     milliseconds,
     scaled,
     short,
+    stacked_bars,
     table_of,
     unit_of,
 )
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.patches import Patch
 
-# Terms of a stage's memory, from the bottom to the top of a picture: colour, and head of a table's column.
+# Terms of a stage's memory, in the order of a picture: colour, and head of a table's column.
 TERMS: Final = {
     "parameters": (SERIES[0], "weights"),
     "gradients": (SERIES[4], "grads"),
@@ -59,9 +61,6 @@ TERMS: Final = {
     "logits": (SERIES[6], "logits"),
     "overhead": (SERIES[8], "else"),
 }
-MOST_PANELS: Final = 3  # replicas whose timelines are drawn one by one
-MEMORY_BAR: Final = 0.38  # half the width of a stage's bars
-VISIBLE_HEIGHT: Final = 0.005  # terms of a smaller share of the picture have no entry in its legend
 # Operations on a timeline: name in the legend, and colour.
 COLOURS: Final = {
     Operation.F: ("forward", BLUE),
@@ -246,16 +245,11 @@ class Explanation:
         ]
 
     def draw(self, path: Path) -> None:
-        """Draw the timeline of every replica where they are few, else of the fastest and the slowest one."""
+        """Draw the timeline of the fastest and of the slowest replica."""
         replicas = self.step.replicas
         order = sorted(range(len(replicas)), key=lambda number: replicas[number].makespan_seconds)
-        if len(replicas) == 1:
-            panels = {"": replicas[0]}
-        elif len(replicas) <= MOST_PANELS:
-            panels = {f"replica {number}": replica for number, replica in enumerate(replicas)}
-        else:
-            ends = (order[0], "fastest"), (order[-1], "slowest")
-            panels = {f"replica {number}, the {which}": replicas[number] for number, which in ends}
+        ends = {order[0]: "fastest", order[-1]: "slowest"}  # the slowest alone where there is but one
+        panels = {f"replica {number}, the {which}": replicas[number] for number, which in ends.items()}
         plot_timeline(panels, path)
 
 
@@ -273,41 +267,22 @@ def memory_table(stages: Sequence[StageMemory], budget_bytes: Sequence[int]) -> 
 
 
 def plot_memory(variants: Mapping[str, Sequence[StageMemory]], budget_bytes: Sequence[int], path: Path) -> None:
-    """Draw what a device of each stage holds, variants side by side, against its budget."""
-    places = np.arange(len(budget_bytes))
-    width = 2 * MEMORY_BAR / len(variants)
+    """Draw what a device of each stage holds, term by term, variants one below the other, against its budget."""
     unit, name = unit_of(memory.total for stages in variants.values() for memory in stages)
-    shown = visible_terms(variants.values(), budget_bytes)
-    with drawing(path, max(5.0, 1.6 + 1.1 * len(places)), 4.2) as figure:
+    bars = [
+        (f"stage {place}, {variant}", stages[place], budget)
+        for place, budget in enumerate(budget_bytes)
+        for variant, stages in variants.items()
+    ]
+    parts = {head: [getattr(memory, term) / unit for _, memory, _ in bars] for term, (_, head) in TERMS.items()}
+    with drawing(path, 7.6, 1.6 + 0.3 * len(bars)) as figure:
         axes = figure.subplots()
-        lefts = places[:, None] - MEMORY_BAR + (np.arange(len(variants)) + 0.5) * width  # (stages, variants)
-        # Stacked bars, term upon term; only the first variant's have labels, so that each is once in the legend.
-        for number, stages in enumerate(variants.values()):
-            bottom = np.zeros(len(places))
-            for term, (colour, _) in TERMS.items():
-                sizes = np.array([getattr(memory, term) for memory in stages]) / unit
-                label = term if number == 0 and term in shown else None
-                axes.bar(lefts[:, number], sizes, 0.92 * width, bottom=bottom, color=colour, label=label)
-                bottom += sizes
-        budgets, reach = np.array(budget_bytes) / unit, 1.1 * MEMORY_BAR
-        axes.hlines(budgets, places - reach, places + reach, color=VERMILION, linewidth=1.4, label="budget")
-        # Each bar is labelled by its variant, upright; below stand the stages, out of the labels' way.
-        axes.set_xticks(lefts.ravel(), minor=True)
-        axes.set_xticklabels([*variants] * len(places), minor=True, rotation=90, fontsize=7, color=GREY)
-        axes.set_xticks(places, [f"stage {stage}" for stage in places])
-        axes.tick_params(axis="x", which="major", length=0, pad=8 + 4 * max(map(len, variants)))
-        axes.set_ylabel(f"{name} of a device at its peak")
-        axes.grid(False, axis="x")
-        # The legend is in the order of the bars, from top to bottom.
-        handles, labels = axes.get_legend_handles_labels()
-        figure.legend(handles[::-1], labels[::-1], loc="outside right center")
-
-
-def visible_terms(variants: Iterable[Sequence[StageMemory]], budget_bytes: Sequence[int]) -> list[str]:
-    """The terms that are seen in a picture of some memory and its budgets: half a percent of the height or more."""
-    held = [asdict(memory) | {"total": memory.total} for stages in variants for memory in stages]
-    height = max(*budget_bytes, *(sizes["total"] for sizes in held))
-    return [term for term in TERMS if max(sizes[term] for sizes in held) >= VISIBLE_HEIGHT * height]
+        places = stacked_bars(axes, [title for title, *_ in bars], parts, [colour for colour, _ in TERMS.values()])
+        for place, (*_, budget) in zip(places, bars, strict=True):
+            axes.plot([budget / unit] * 2, [place - 0.45, place + 0.45], color=VERMILION)
+        axes.set_xlabel(f"{name} of a device at its peak; the red line is its budget")
+        axes.grid(False, axis="y")
+        legend_below(figure, axes)
 
 
 def plot_timeline(simulations: Mapping[str, Simulation], path: Path) -> None:

@@ -360,12 +360,8 @@ def _side_by_side(images: Sequence[Image.Image]) -> Image.Image:
 
 def _moving_mean(values: FloatArray, window: int = 20) -> FloatArray:
     """Mean of up to ``window`` values that end at each position, without those that are not finite."""
-    # By differences of cumulative sums, as windows overlap.
-    finite = np.isfinite(values)
-    sums = np.cumsum(np.concatenate([[0.0], np.where(finite, values, 0.0)]))
-    counts = np.cumsum(np.concatenate([[0], finite]))
-    ends = np.arange(1, len(values) + 1)
-    begins = np.maximum(ends - window, 0)
+    finite, ones = np.isfinite(values), np.ones(window)
+    sums = np.convolve(np.where(finite, values, 0.0), ones)[: len(values)]
     with np.errstate(invalid="ignore"):  # of none, there is no mean
-        means: FloatArray = (sums[ends] - sums[begins]) / (counts[ends] - counts[begins])
+        means: FloatArray = sums / np.convolve(finite, ones)[: len(values)]
     return means

@@ -116,7 +116,7 @@ def test_layouts_are_one_table_behind_todays_answer(omnibal, lengths, tmp_path):
     today = 2 / record["today"]["sample_seconds"]
     assert layouts["candidates"][0]["times_today"] == pytest.approx(rate / today)
     page = (tmp_path / "all.html").read_text()
-    assert "Which layout wins" in page and page.count("data:image/png") == 2
+    assert "Which layout wins" in page and page.count("data:image/png") == 1
     lines = omnibal("advise", lengths, *options, "--plot", tmp_path / "all.png").stdout.splitlines()
     places = [next(place for place, line in enumerate(lines) if line.startswith(word)) for word in (
         "memory: ", "winner: ", "runner-up: ", "not weighed: ", "paste:", "written: "

@@ -115,14 +115,15 @@ def test_a_table_and_a_picture(omnibal, tmp_path):
         assert picture.width > picture.height
 
 
-def test_many_replicas_are_drawn_as_the_fastest_and_the_slowest(omnibal, tmp_path, monkeypatch):
+def test_replicas_are_drawn_as_the_fastest_and_the_slowest(omnibal, tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr("omnibal.report.stages.plot_timeline", lambda panels, path: drawn.append(list(panels)))
-    for replicas in (1, 3, 4):
+    for replicas in (1, 3):
         omnibal("plan", write_plan(tmp_path, replicas=replicas), "--plot", "x.png")
-    assert drawn[0] == [""]
-    assert drawn[1] == ["replica 0", "replica 1", "replica 2"]
-    assert [title.split(", ")[1] for title in drawn[2]] == ["the fastest", "the slowest"]
+    assert [[title.split(", ")[1] for title in titles] for titles in drawn] == [
+        ["the slowest"],
+        ["the fastest", "the slowest"],
+    ]
 
 
 @pytest.fixture

@@ -38,16 +38,16 @@ def write_metrics(path):
     path.write_text("".join(json.dumps(step) + "\n" for step in steps))
 
 
-def test_a_page_opens_with_the_imbalance_and_holds_its_pictures(omnibal, inputs, tmp_path):
+def test_a_page_opens_with_the_data_and_holds_its_pictures(omnibal, inputs, tmp_path):
     record = json.loads(omnibal(*inputs, "--json").stdout)
     text = (tmp_path / "out" / "report.html").read_text()
     headings = re.findall("<h2>(.*?)</h2>", text)
     assert headings == [
-        "How uneven the work is", "Data: which samples share a micro-batch", "Model and memory: what each stage holds",
+        "Data: which samples share a micro-batch", "Model and memory: what each stage holds",
         "One step, stage by stage", "What it gains, one idea after the other", "Measured",
     ]  # fmt: skip
     assert "<h1>Balanced training</h1>" in text
-    assert text.count('src="data:image/png;base64,') == 6
+    assert text.count('src="data:image/png;base64,') == 5
     assert not re.search('(src|href)="(?!data:)', text)
     rates = record["samples_per_second"]
     assert [*rates] == ["random batches", "+ data", "+ model", "+ memory"]
@@ -74,7 +74,7 @@ def test_a_ds_config_says_where_plan_and_run_are(omnibal, ds_config, monkeypatch
     config = ds_config()
     record = json.loads(omnibal("report", config, "--json").stdout)
     text = (tmp_path / "run" / "report.html").read_text()
-    assert "How uneven the work is" in text and "29 steps were measured" in text
+    assert "Data: which samples share" in text and "29 steps were measured" in text
     assert (tmp_path / "run" / "what-if" / "plan.json").is_file()
     planned = json.loads(omnibal("plan", config, "--json").stdout)
     name, (today, own) = "the present configuration", record["others"].items()
@@ -141,4 +141,4 @@ def test_a_browser_shows_the_page(omnibal, inputs, tmp_path):
 @pytest.mark.usefixtures("few_steps")
 def test_a_page_about_few_samples_compares_with_a_step_of_all(omnibal, ds_config, tmp_path):
     omnibal("report", ds_config(packing={"samples_per_step": 60}))
-    assert "How uneven the work is" in (tmp_path / "run" / "report.html").read_text()
+    assert "Data: which samples share" in (tmp_path / "run" / "report.html").read_text()

@@ -46,7 +46,7 @@ def test_lines_say_winner_runner_up_and_why():
     assert REPORT.lines()[3:] == [
         "winner: ViT and LLM on devices of their own (DistTrain), 20.0 samples/s; runs today: no",
         "runner-up, and best that runs today: one pipeline through ViT and LLM (OmniBal), 16.0 samples/s "
-        "(0.80 ×); runs today: yes; of the winner's time for a sample: waits +35.0%, communication -10.0%",
+        "(0.80 ×); runs today: yes",
         "gain of pipeline, which runs: 1.60x the 10.0 samples/s of today",
         "cannot be: the ViT on all devices, the LLM in a pipeline: the fullest device lacks 3.00 GiB at least",
         "cannot be: one pipeline with tensor ranks in its stages: these devices, costs and samples of a step have no "
@@ -115,9 +115,7 @@ def test_the_table_fits_a_narrow_terminal():
     assert ["ZeRO", "15.0", "12.0", "1.50", "60.0", "yes", "60%", "10%", "20%", "10%"] in rows
 
 
-def test_a_picture_and_a_record(tmp_path):
-    REPORT.draw(tmp_path / "deep" / "layouts.png")
-    assert (tmp_path / "deep" / "layouts.png").stat().st_size > 10_000
+def test_a_record():
     record = REPORT.to_record()
     assert (record["winner"], record["runner_up"], record["winner_today"]) == ("units", "pipeline", "pipeline")
     assert record["missing_bytes"] == {"spread": 3 * GIB, "tensor": 0}

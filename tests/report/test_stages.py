@@ -11,7 +11,7 @@ from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.plan import Plan
-from omnibal.report.stages import memory_table, plot_memory, stage_table, step_figures, visible_terms
+from omnibal.report.stages import memory_table, plot_memory, stage_table, step_figures
 from omnibal.report.style import SERIES, VERMILION
 from tests.pipeline.profiles import layer, profile
 from tests.report.printed import rows_of, text_of
@@ -103,9 +103,3 @@ def test_the_picture_shows_every_term_and_the_budget(tmp_path):
     for colour in (*SERIES[:5], SERIES[6], SERIES[7], SERIES[8], SERIES[9], VERMILION):
         rgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
         assert (np.abs(image - rgb).max(axis=-1) < 0.01).mean() > 1e-4, colour
-
-
-def test_a_legend_names_what_is_visible():
-    small = StageMemory(GIB, 0, 0, 40 * GIB, 0, 2**20, 0, 0, GIB)
-    assert visible_terms([[small, small]], (50 * GIB, 60 * GIB)) == ["parameters", "activations", "overhead"]
-    assert visible_terms([[small], [WAITING]], (10 * GIB,))[4:5] == ["pending"]

@@ -1,17 +1,22 @@
 """Table 1 with Figure 2, and Figure 4: what is uneven in the paper's setting, and how ISF converges; see README.md."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
 
+from omnibal.cost import FloatArray, Load
 from omnibal.data.isf import iterative_sampling_and_filtering
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio
-from omnibal.report.page import Imbalance, plot_imbalance
-from omnibal.report.style import SERIES, drawing
+from omnibal.plan import Plan
+from omnibal.profile.records import ModelProfile
+from omnibal.report.style import GIB, SERIES, drawing, legend_below
 from tools.bench import table
 from tools.paper.datasets import captions, cut_into, llava
 from tools.paper.ladder import ladder
@@ -19,8 +24,56 @@ from tools.paper.setting import LIMITS, Setting
 
 PUBLISHED = {"across stages": ("85 ± 93 ms", "39 ± 23 GB"), "in stage 0, over time": ("136 ± 155 ms", "73 ± 6 GB")}
 RANKS, MOST_ITERATIONS = 4, 10
+SHOWN = 48  # micro-batches of the first replica that are looked at
 app = typer.Typer(help=__doc__)
 Picture = Annotated[Path | None, typer.Option(help="Draw the figure, too, to this file.")]
+
+
+@dataclass(frozen=True)
+class Imbalance:
+    """Forward time and memory of stages and micro-batches."""
+
+    forward_seconds: FloatArray
+    """Seconds of some micro-batches of one replica, shape (micro-batches, stages)."""
+    memory_bytes: FloatArray
+    """Bytes of a device of each stage if all micro-batches in flight are like this one; the same shape."""
+
+    @classmethod
+    def of(cls, profile: ModelProfile, loads: Load, plan: Plan) -> "Imbalance":
+        """The imbalance of micro-batches of shape (steps, replicas, micro-batches) under a plan."""
+        # Seconds of layers, (micro-batches, layers), summed up to those of stages.
+        shown = loads[:, 0].ravel()[:SHOWN]
+        forward = np.stack([layer.forward_seconds(shown) for layer in profile.layers], axis=1)
+        stages = [forward[:, a:b].sum(axis=1) for a, b in pairwise(plan.partition.boundaries)]
+        memory = [[stage.total for stage in plan.memory(profile, one)] for one in shown]
+        return cls(np.stack(stages, axis=1), np.array(memory, dtype=np.float64))
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Mean and spread of time and memory across stages, and over time in the first stage."""
+        means = self.forward_seconds.mean(axis=0), self.memory_bytes.mean(axis=0)
+        first = self.forward_seconds[:, 0], self.memory_bytes[:, 0]
+        return [("across stages", *_spread(*means)), ("in stage 0, over time", *_spread(*first))]
+
+
+def _spread(seconds: FloatArray, size: FloatArray) -> tuple[str, str]:
+    pairs = ((1e3 * seconds, "ms"), (size / GIB, "GiB"))
+    time, memory = (f"{values.mean():,.1f} ± {values.std():,.1f} {unit}" for values, unit in pairs)
+    return time, memory
+
+
+def plot_imbalance(variants: Mapping[str, Imbalance], path: Path) -> None:
+    """Draw each stage's forward time over micro-batches, a column per variant on common axes."""
+    with drawing(path, 4.9 * len(variants), 3.2) as figure:
+        axes = figure.subplots(1, len(variants), sharey=True, squeeze=False)[0]
+        for panel, (title, imbalance) in zip(axes, variants.items(), strict=True):
+            for stage, seconds in enumerate(1e3 * imbalance.forward_seconds.T):
+                colour = SERIES[stage % len(SERIES)]
+                panel.step(np.arange(len(seconds)), seconds, where="mid", color=colour, label=f"stage {stage}")
+            panel.set_title(title, loc="left")
+            panel.set_xlabel("micro-batch of a replica")
+            panel.set_ylim(bottom=0)
+        axes[0].set_ylabel("forward pass, milliseconds")
+        legend_below(figure, axes[0])
 
 
 @app.command()
