@@ -190,7 +190,7 @@ def ask(
         raise ConfigError("ask must get a question or --meta, got both or neither")
     # Imported once the arguments are right: torch and transformers take seconds.
     from omnibal.formats.media import named
-    from omnibal.vlm.answer import Answerer
+    from omnibal.vlm import Answerer
 
     model = source if section is None else _newest_model(section.run.files)
     asked = [(question, tuple(image or ()), None)] if meta is None else list(_questions(meta, count))

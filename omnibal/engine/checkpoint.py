@@ -30,8 +30,7 @@ from omnibal.records import load_json
 from omnibal.vlm import load_model
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.lora import ADAPTER_CONFIG, StateOf, add_adapters, base_of, load_adapters, merged_states, save_adapters
-from omnibal.vlm.tensor import whole_state
-from omnibal.vlm.weights import has_weights, other_names, save_model, spare_weights
+from omnibal.vlm.weights import has_weights, other_names, save_model, spare_weights, whole_state
 
 MODEL_FOLDER: Final = "model"  # within a checkpoint
 SPARE_FILE: Final = "spare.safetensors"  # in the model's folder: weights that no layer has

@@ -21,11 +21,9 @@ from omnibal.families.base import Module, encoder_layers
 from omnibal.plan import Plan
 from omnibal.ranks import gather, run_on_all_ranks
 from omnibal.vlm.attention import sample_lengths
-from omnibal.vlm.backward import run_layer
-from omnibal.vlm.payload import PackCounts, Payload, note_counts
-from omnibal.vlm.tensor import COUNTED, own_state, share_layer
-from omnibal.vlm.tensor_group import TensorGroup
-from omnibal.vlm.weights import load_layer
+from omnibal.vlm.payload import PackCounts, Payload, note_counts, run_layer
+from omnibal.vlm.tensor import COUNTED, TensorGroup, share_layer
+from omnibal.vlm.weights import load_layer, own_state
 
 PLACEHOLDER: Final = "placeholder"  # in place of a name on disk
 ON_ALL_RANKS: Final = "on_all_ranks"  # key of parameter groups whose parameters are those of a spread encoder

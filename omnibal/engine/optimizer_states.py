@@ -20,8 +20,8 @@ from torch import Tensor
 from omnibal.engine.module import ON_ALL_RANKS, PLACEHOLDER
 from omnibal.errors import ConfigError
 from omnibal.vlm.layers import VisionLanguageModel
-from omnibal.vlm.tensor import own_state
-from omnibal.vlm.tensor_group import TensorGroup
+from omnibal.vlm.tensor import TensorGroup
+from omnibal.vlm.weights import own_state
 
 # DeepSpeed's names of files: of the replicas' shares and, where there are none, of each stage's engine.
 _SHARE: Final = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")

@@ -26,7 +26,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor, nn
 
-from omnibal.vlm.backward import add_gradient
+from omnibal.vlm.payload import add_gradient
 from omnibal.vlm.tensor import COUNTED, partial_parameters
 
 # Rows of at least so many numbers are sent from their own memory; shorter ones are copied into one message.

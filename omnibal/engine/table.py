@@ -25,8 +25,7 @@ from omnibal.engine.spread import SpreadEncoder, states_on_all_ranks
 from omnibal.engine.transfers import DESCRIPTION, DtypeAndSize, StageLinks, describe, read_description, settle
 from omnibal.pipeline.schedule import Instruction, Operation, Schedule
 from omnibal.ranks import WORK
-from omnibal.vlm.backward import WeightGradients, defer_linears
-from omnibal.vlm.payload import PackCounts, note_counts
+from omnibal.vlm.payload import PackCounts, WeightGradients, defer_linears, note_counts
 from omnibal.vlm.tensor import add_up, partial_parameters
 
 

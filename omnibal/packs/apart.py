@@ -129,7 +129,7 @@ def _rotate(
     found = bounds.of_pack
     if found is None or found[-1] != position_ids.shape[-1]:
         return forward(hidden, position_ids, *args, **kwargs)
-    from omnibal.vlm.rotary import tables_by_sample
+    from omnibal.vlm.attention import tables_by_sample
 
     lengths = [stop - start for start, stop in pairwise(found)]
     return tables_by_sample(rotary, forward, hidden, position_ids, lengths, *args, **kwargs)

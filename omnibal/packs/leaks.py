@@ -211,7 +211,7 @@ def _evaluated(model: nn.Module) -> Iterator[None]:
 
 
 def _renewed(rotary: nn.Module, args: Any) -> None:
-    from omnibal.vlm.rotary import renew  # loops of models from elsewhere need no transformers
+    from omnibal.vlm.attention import renew  # loops of models from elsewhere need no transformers
 
     renew(rotary)
 

@@ -155,7 +155,7 @@ def follows_length(module: nn.Module) -> bool:
     """Whether a module has rotary embeddings of transformers that follow the length of a row."""
     if not any(name.endswith("original_inv_freq") for name, _ in module.named_buffers(recurse=False)):
         return False
-    from omnibal.vlm.rotary import length_types  # loops of models from elsewhere need no transformers
+    from omnibal.vlm.attention import length_types  # loops of models from elsewhere need no transformers
 
     return bool(length_types(module))
 

@@ -18,7 +18,6 @@ from omnibal.families.base import LayerRecord, check_frozen
 from omnibal.formats.collate import IGNORED, pack_samples
 from omnibal.loss import targets_of
 from omnibal.profile.records import LEVELS, LayerCost, Level, ModelProfile, degrees_of
-from omnibal.vlm.backward import DeferringLinear, WeightGradients, defer_linears, run_layer
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.passes import (
     MeasurementWarning,
@@ -28,9 +27,8 @@ from omnibal.vlm.passes import (
     time_optimizer,
     time_passes,
 )
-from omnibal.vlm.payload import Payload, SentTensors
-from omnibal.vlm.tensor import share_layer
-from omnibal.vlm.tensor_group import TensorGroup
+from omnibal.vlm.payload import DeferringLinear, Payload, SentTensors, WeightGradients, defer_linears, run_layer
+from omnibal.vlm.tensor import TensorGroup, share_layer
 
 # Differences between repetitions, as a share of the median, above which a profile comes with a warning.
 MAX_SPREAD = 0.1

@@ -28,10 +28,9 @@ from transformers.vision_utils import (
 from omnibal.families import layer_records
 from omnibal.families.base import LayerRecord
 from omnibal.formats.collate import GRIDS, MropeRule
-from omnibal.vlm.attention import attention_kwargs
+from omnibal.vlm.attention import ExactRotary, attention_kwargs
 from omnibal.vlm.layers import LayerRecipe, VisionLanguageModel, skeleton_of
 from omnibal.vlm.payload import PackCounts, Payload, note_counts
-from omnibal.vlm.rotary import ExactRotary
 from omnibal.vlm.text import DecoderBlock, text_recipes
 
 

@@ -10,12 +10,10 @@ from torch.nn import functional
 from omnibal.errors import DataError
 from omnibal.families.base import LayerRecord
 from omnibal.loss import WHOLE, LogitsOf, Vocabulary, evaluation_statistics, summed_loss
-from omnibal.vlm.attention import attention_kwargs, sample_lengths
+from omnibal.vlm.attention import ExactRotary, attention_kwargs, sample_lengths
 from omnibal.vlm.layers import LayerRecipe
 from omnibal.vlm.payload import Payload, counts_of
-from omnibal.vlm.rotary import ExactRotary
-from omnibal.vlm.tensor import VocabularyPart
-from omnibal.vlm.tensor_group import copy_of
+from omnibal.vlm.tensor import VocabularyPart, copy_of
 
 
 class TextEmbedding(nn.Module):

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -23,7 +23,7 @@ from omnibal.families.cuts import Slice
 from omnibal.formats.ties import INDEX_FILE, SINGLE_FILE
 from omnibal.records import load_json
 from omnibal.vlm.layers import VisionLanguageModel, is_adapter
-from omnibal.vlm.tensor import part_of
+from omnibal.vlm.tensor import TensorGroup, part_of
 
 # What weights may be stored as: a cast gives the model's dtype. Quantised ones would need their scales.
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -245,6 +245,38 @@ def _checked(
     if problem is not None:
         raise ConfigError(f"{entry.name} must {problem} in {entry.file}")
     return tensor
+
+
+def whole_state(model: VisionLanguageModel, index: int, states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The whole weights of layer ``index``, from those of all tensor ranks in their order."""
+    slices = [model.slices(index, len(states), rank) for rank in range(len(states))]
+    found = dict(states[0])
+    for name in slices[0].keys() & found.keys():
+        parts = [(state[name], own[name]) for state, own in zip(states, slices, strict=True)]
+        shape = list(found[name].shape)
+        dim = parts[0][1].dim
+        shape[dim] = max(stop for _, own in parts for _, stop in own.ranges)
+        found[name] = found[name].new_empty(shape)
+        for part, own in parts:
+            if part.shape[dim] != own.width:
+                raise ConfigError(
+                    f"{name} of layer {index} must be {own.width} wide on each of {len(states)} tensor ranks, got "
+                    f"{part.shape[dim]}"
+                )
+            before = 0
+            for start, stop in own.ranges:
+                found[name].narrow(dim, start, stop - start).copy_(part.narrow(dim, before, stop - start))
+                before += stop - start
+    return found
+
+
+def own_state(
+    model: VisionLanguageModel, index: int, states: Sequence[Mapping[str, Tensor]], ranks: TensorGroup
+) -> dict[str, Tensor]:
+    """A tensor rank's weights of layer ``index``, from those of a group of any size in their order."""
+    own = model.slices(index, ranks.size, ranks.rank)
+    whole = whole_state(model, index, states)
+    return {name: part_of(weight, own[name]) if name in own else weight for name, weight in whole.items()}
 
 
 def _some(names: list[str], separator: str = ", ") -> str:

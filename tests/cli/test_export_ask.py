@@ -8,7 +8,7 @@ from omnibal.config import RunFiles
 from omnibal.engine import checkpoint as checkpoints
 from omnibal.engine.checkpoint import _read_layer, export_newest
 from omnibal.errors import ConfigError
-from omnibal.vlm.answer import Answerer
+from omnibal.vlm import Answerer
 
 
 def test_what_is_no_checkpoint_is_named(refusal, tmp_path):

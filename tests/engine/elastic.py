@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import StepLR
 from omnibal.engine import checkpointed
 from omnibal.engine.initialize import initialize
 from omnibal.errors import ConfigError
-from omnibal.vlm.tensor import whole_state
+from omnibal.vlm.weights import whole_state
 from tests.engine.cases import SmallDataset, _write, weights_of
 
 SAVED_AT, LAST_STEP, COPIES = 3, 5, 6

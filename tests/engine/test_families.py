@@ -10,8 +10,7 @@ from transformers import AutoModelForImageTextToText
 from omnibal.demo import write_demo
 from omnibal.engine.checkpoint import export
 from omnibal.pipeline.schedule import SCHEDULES
-from omnibal.vlm import load_model
-from omnibal.vlm.answer import Answerer
+from omnibal.vlm import Answerer, load_model
 from tests.engine.cases import changed
 from tests.engine.launch import launch
 from tests.engine.small import Case

@@ -16,10 +16,9 @@ from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LEVELS
 from omnibal.vlm import load_model
-from omnibal.vlm.backward import run_layer
 from omnibal.vlm.measure import measure_profile
 from omnibal.vlm.passes import kept_bytes
-from omnibal.vlm.payload import Payload
+from omnibal.vlm.payload import Payload, run_layer
 from tests.families.models import small_config
 from tests.vlm.families import family_samples, layers_of, pack_of, plain_family_model
 from tests.vlm.models import build_layers, make_pack, make_sample, tiny_config

@@ -10,7 +10,7 @@ from omnibal.formats.collate import pack_samples
 from omnibal.loss import targets_of
 from omnibal.profile.records import Level
 from omnibal.vlm import Payload, VisionLanguageModel
-from omnibal.vlm.backward import run_layer
+from omnibal.vlm.payload import run_layer
 from tests.families.models import small_config
 
 IMAGE_TOKEN, PAD_TOKEN, VOCAB = 3, 0, 61

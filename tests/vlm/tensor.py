@@ -7,8 +7,7 @@ from threading import Barrier
 import torch
 
 from omnibal.vlm.layers import is_adapter
-from omnibal.vlm.tensor import part_of, share_layer
-from omnibal.vlm.tensor_group import TensorGroup
+from omnibal.vlm.tensor import TensorGroup, part_of, share_layer
 from omnibal.vlm.weights import load_layer
 
 

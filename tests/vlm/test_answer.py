@@ -6,7 +6,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from omnibal.demo import vocabulary, write_model_folder
-from omnibal.vlm.answer import Answerer
+from omnibal.vlm import Answerer
 from tests.families.models import TEMPLATES, image_processor, image_token, save_folder, whole_processor
 
 

@@ -12,8 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from omnibal.profile.records import LEVELS
 from omnibal.vlm import load_model
-from omnibal.vlm.backward import DeferringLinear, WeightGradients, defer_linears, run_layer
-from omnibal.vlm.payload import Payload
+from omnibal.vlm.payload import DeferringLinear, Payload, WeightGradients, defer_linears, run_layer
 from tests.vlm.models import build_layers, disk_state, make_pack, make_sample, pack_loss, tiny_config
 
 PACK = make_pack([make_sample(1, tiles=(1,)), make_sample(2), make_sample(3, tiles=(2, 1))])

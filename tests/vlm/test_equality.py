@@ -10,8 +10,8 @@ from omnibal.families.base import check_frozen
 from omnibal.loss import targets_of
 from omnibal.profile.records import LEVELS
 from omnibal.vlm import Payload, load_model
-from omnibal.vlm.backward import run_layer
 from omnibal.vlm.passes import kept_bytes
+from omnibal.vlm.payload import run_layer
 from tests.families.models import small_config
 from tests.integrations.items import items_of_kinds
 from tests.vlm.families import (

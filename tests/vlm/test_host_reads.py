@@ -9,8 +9,7 @@ import torch
 from omnibal.loss import targets_of
 from omnibal.profile.records import LEVELS
 from omnibal.vlm import attention, load_model
-from omnibal.vlm.backward import WeightGradients, defer_linears, run_layer
-from omnibal.vlm.payload import PackCounts, Payload, note_counts
+from omnibal.vlm.payload import PackCounts, Payload, WeightGradients, defer_linears, note_counts, run_layer
 from tests.families.models import small_config
 from tests.vlm.families import TRAINED, family_samples, pack_of
 from tests.vlm.models import IMAGE_TOKEN, build_layers, make_pack, make_sample, tiny_config

@@ -15,10 +15,9 @@ from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LEVELS, ModelProfile
 from omnibal.vlm import load_model
 from omnibal.vlm import passes as measure
-from omnibal.vlm.backward import WeightGradients, defer_linears, run_layer
 from omnibal.vlm.measure import LayerRun, MadePack, _FirstRank, made_packs, measure_profile, measured_versions
 from omnibal.vlm.passes import MeasurementWarning, Timing, device_name, kept_bytes
-from omnibal.vlm.payload import SentTensors
+from omnibal.vlm.payload import SentTensors, WeightGradients, defer_linears, run_layer
 from omnibal.vlm.qwen_vl import patch_places
 from omnibal.vlm.tensor import share_layer
 from tests.families.models import small_config

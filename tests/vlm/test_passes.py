@@ -6,7 +6,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from omnibal.vlm import load_model
-from omnibal.vlm.backward import run_layer
 from omnibal.vlm.passes import (
     STEPS,
     WARM_UP,
@@ -19,6 +18,7 @@ from omnibal.vlm.passes import (
     time_optimizer,
     time_passes,
 )
+from omnibal.vlm.payload import run_layer
 from tests.vlm.models import build_layers, make_pack, make_sample, pack_loss, tiny_config
 
 CPU = torch.device("cpu")

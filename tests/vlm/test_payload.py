@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from omnibal.profile.records import LEVELS
-from omnibal.vlm.backward import run_layer
 from omnibal.vlm.measure import LayerRun
-from omnibal.vlm.payload import Payload, SentTensors
+from omnibal.vlm.payload import Payload, SentTensors, run_layer
 from tests.vlm.models import PIXEL_SHAPE, make_pack, make_sample
 
 PACK = make_pack([make_sample(1, tiles=(1,)), make_sample(2)])

@@ -16,8 +16,17 @@ from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LEVELS
 from omnibal.vlm import load_model
 from omnibal.vlm.layers import is_adapter
-from omnibal.vlm.tensor import VocabularyPart, add_up, part_of, partial_parameters, share_layer, whole_state
-from omnibal.vlm.tensor_group import SharedTokens, TensorGroup, TokenDropout
+from omnibal.vlm.tensor import (
+    SharedTokens,
+    TensorGroup,
+    TokenDropout,
+    VocabularyPart,
+    add_up,
+    part_of,
+    partial_parameters,
+    share_layer,
+)
+from omnibal.vlm.weights import whole_state
 from tests.families.models import small_config
 from tests.vlm.families import TRAINED, family_samples, layers_of, pack_of, plain_family_model, tied_config
 from tests.vlm.models import disk_state, pack_loss

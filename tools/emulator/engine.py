@@ -34,8 +34,7 @@ from omnibal.errors import OmnibalError
 from omnibal.families.base import LayerRecord
 from omnibal.pipeline.schedule import Operation
 from omnibal.pipeline.spread import IMAGES
-from omnibal.vlm.backward import WeightGradients
-from omnibal.vlm.payload import Payload, SentTensors
+from omnibal.vlm.payload import Payload, SentTensors, WeightGradients
 from tools.emulator.device import DOWN, UP, Clocks, EmulatedDevice
 from tools.emulator.run import FAILURE_FILE, SIZE_SCALE, TASK_FILE, DeviceReport, EmulationTask, StepLog, report_file
 
