@@ -15,7 +15,7 @@ from omnibal.errors import ConfigError, OmnibalError, explain_import, require
 # The module of each verb, which is a function there, with underscores for hyphens.
 VERBS: Final = {
     "advise": "advise", "lengths": "lengths", "check-packing": "models", "plan": "plan", "ask": "models",
-    "export": "models", "report": "plan", "demo": "models", "profile": "profile",
+    "export": "models", "report": "plan", "demo": "models", "profile": "models",
 }  # fmt: skip
 # Verbs of earlier versions, and what to type today.
 MOVED: Final = {
