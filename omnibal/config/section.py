@@ -145,8 +145,8 @@ class DataSection(Section):
     (of annotation files, theirs), with a schedule or by tokens, too: see streams.md. ``"repeat_time"``: what the meta
     file repeats; of 0.5, each epoch another half. Left out: ``repeat_time`` as InternVL has it, each epoch the same."""
     workers: Annotated[int, Field(ge=0)] | None = None
-    """DataLoader processes on each rank that decodes images; left out, as many as a step's images need, if there are
-    cores for them; 0: the rank's own process reads, and each step waits for its data."""
+    """DataLoader processes on each rank that decodes images; left out, one for each of its cores but one, and no more
+    than a step has packs; 0: the rank's own process reads, and each step waits for its data."""
     ray: str | None = None
     """Address of a Ray cluster whose processors read images in place of ``workers`` (``"auto"``: the one that this
     machine belongs to); see data.md. Streams are read here."""

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,10 +41,6 @@ COUNTED: Final = 4
 """Numbers that all ranks add up before a step, beside those of columns and of ranks."""
 PAD_TOKEN_ID: Final = 0
 """The token of an empty pack; any would do, since nothing is learned from it."""
-_PIXEL_SECONDS: Final = 8e-3 / (3 * 448**2)
-"""Seconds to decode, scale and cut out one value of a tile on one core: 8 ms for a tile of 448 x 448, measured."""
-_SLACK: Final = 2
-"""Steps may be half as long as predicted before workers fall behind."""
 
 
 class VlmDataset(Protocol):
@@ -80,20 +75,6 @@ def cores_of_process() -> int:
     return max(1, len(os.sched_getaffinity(0)) // local_processes)
 
 
-def workers_for(read_seconds: float, step_seconds: float | None, micro_batches: int) -> int:
-    """DataLoader processes that have a step's packs ready when the step before it is done; each reads whole packs.
-
-    Reading takes ``read_seconds`` on one core, a step ``step_seconds``: None where nobody knows, then there are as many
-    processes as cores.
-
-    >>> workers_for(3.0, 20.0, micro_batches=32)
-    1
-    """
-    cores = max(1, cores_of_process() - 1)  # one computes
-    wanted = cores if step_seconds is None else math.ceil(_SLACK * read_seconds / step_seconds)
-    return max(1, min(wanted, cores, micro_batches))
-
-
 @dataclass(frozen=True, kw_only=True)
 class PackReader:
     """How a rank reads packs, and as which tensors."""
@@ -112,13 +93,11 @@ class PackReader:
     """The packs of a step that the rank reads; None for those of the sampler's rank."""
     workers: int | None = None
     """DataLoader processes where images are decoded (where only texts are read, one will do); 0 to read in this
-    process, when a step begins; None for as many as the images of a step need."""
+    process, when a step begins; None for one on each of this process's cores but one, which trains."""
     ray: str | None = None
     """Address of a Ray cluster that decodes images in place of ``workers``."""
     pin_memory: bool = False
     """Whether packs are copied to a GPU."""
-    step_seconds: float | None = None
-    """What a step of training is predicted to take; None if nobody predicted it."""
 
     def collate(self, samples: list[dict[str, Any]]) -> Batch:
         """A pack of samples as tensors, without those that cannot be read."""
@@ -158,7 +137,8 @@ class PackReader:
             pin = self.pin_memory
             read = RayPacks(dataset, packs, self.collate, address=self.ray, count=micro_batches, pin=pin)
             return EpochFeed(sampler, read, share)
-        workers = self._workers(sampler, share, micro_batches)
+        workers = max(cores_of_process() - 1, 1) if self.workers is None else self.workers
+        workers = min(workers, micro_batches if self.view == "images" else 1)
         reader: DataLoader[Batch] = DataLoader(
             cast(Dataset[Any], self._viewed(dataset)),
             batch_sampler=packs,
@@ -175,26 +155,6 @@ class PackReader:
     def loader(self, dataset: VlmDataset, sampler: BalancedBatchSampler) -> "Loader":
         """The steps of a sampler as this reader reads them."""
         return Loader(self.feed(dataset, sampler), self, dataset)
-
-    def _workers(self, sampler: BalancedBatchSampler, share: Share, micro_batches: int) -> int:
-        if self.view == "text":  # the last stage reads labels only: one process will do
-            return 0 if self.workers == 0 else 1
-        # Decoding images takes nearly all of it. Mean tiles of a rank's step; patches count by their values, too.
-        tiles = sampler.lengths.summary.total_vision_units / (sampler.num_steps * share.num_shares)
-        read_seconds = tiles * math.prod(self.pixel_shape) * _PIXEL_SECONDS
-        workers, step_seconds = self.workers, self.step_seconds
-        if workers is None:
-            workers = workers_for(read_seconds, step_seconds, micro_batches)
-        if step_seconds is not None and read_seconds / max(workers, 1) > step_seconds:
-            LOG.warning(
-                "data.workers must read a step's images in the %.2f s of a step, got %d that take about %.2f s; every "
-                "step will wait for its data: raise data.workers, or give each process more than %d cores",
-                step_seconds,
-                workers,
-                read_seconds / max(workers, 1),
-                cores_of_process(),
-            )
-        return workers
 
 
 class Loader:

@@ -5,7 +5,7 @@ Samples are checked as they are read: a broken promise names the sample.
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -240,8 +240,6 @@ def sample_loader(
     sampler.verify(gather)
     broken = workspace.section.data.broken
     checked = CheckedSamples(samples, lengths, SampleRules.of(resolved.vlm), broken)
-    if plan.predicted is not None:
-        reader = replace(reader, step_seconds=plan.predicted.step_seconds)
     return plan, run_on_all_ranks(lambda: reader.loader(checked, sampler))
 
 

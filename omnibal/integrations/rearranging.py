@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 
 from omnibal.cost import IntArray
@@ -33,8 +32,8 @@ class StepCheck:
     """The place of a micro-batch and the hash of its plan, which all ranks compare before they exchange its samples."""
 
     meeting: Meeting
-    place: tuple[int, int, int]
-    """Iteration of the loader, step, micro-batch; all from 0."""
+    place: tuple[int, int]
+    """Step, micro-batch; both from 0."""
     digest: int
     """Hash of the plan."""
 
@@ -56,15 +55,11 @@ class StepCheck:
             )
 
     def __str__(self) -> str:
-        return _micro_batch(*self.place)
+        return "step {}, micro-batch {}".format(*self.place)
 
 
-def _micro_batch(iteration: int, step: int, micro_batch: int) -> str:
-    return f"step {step}, micro-batch {micro_batch}" + (f", iteration {iteration}" if iteration else "")
-
-
-def _pass(iteration: int, step: int, micro_batch: int, backward: int) -> str:
-    return f"the {'backward' if backward else 'forward'} pass of {_micro_batch(iteration, step, micro_batch)}"
+def _pass(step: int, micro_batch: int, backward: int) -> str:
+    return f"the {'backward' if backward else 'forward'} pass of step {step}, micro-batch {micro_batch}"
 
 
 @dataclass(frozen=True)
@@ -144,7 +139,7 @@ class Phases:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.model, self._forward, self._group, self._encoders = model, forward, group, encoders
-        self._passes = Passes(model)
+        self._passes = Passes()
 
     def __call__(self, drawn: Drawn) -> Tensor:
         if (planned := drawn.plan.moves["llm"].num_ranks) != (num_ranks := dist.get_world_size(self._group)):
@@ -234,10 +229,7 @@ class Phases:
 class Passes:
     """Follows the passes of a model on this rank, and compares each with those of the other ranks before it begins."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._unfinished: StepCheck | None = None
-        self._looks_for_unused = True
+    _unfinished: StepCheck | None = None
 
     def begin_forward(self, check: StepCheck) -> None:
         """Compare the forward pass that begins, before anything is sent."""
@@ -253,32 +245,15 @@ class Passes:
         """Compare the backward pass of a loss when it begins."""
         if not loss.requires_grad:
             return
-        # DDP names itself here for the time of a forward pass. It waits for the gradients of all parameters, unless it
-        # looks for unused ones.
-        host = DistributedDataParallel._active_ddp_module
-        waits_for_all = (
-            host is not None
-            and host.require_backward_grad_sync
-            and not (host.find_unused_parameters or host.static_graph)
-        )
 
         def begin(_: Tensor) -> None:
             check.compare(backward=True)
             self._unfinished = check
             # Autograd calls this at the end of the whole backward pass, and not if the pass fails.
-            Variable._execution_engine.queue_callback(lambda: self._end_backward(waits_for_all))
+            Variable._execution_engine.queue_callback(end)
+
+        def end() -> None:
+            self._unfinished = None
 
         # A tensor's hook runs before the backward pass goes on to what the tensor was computed from.
         loss.register_hook(begin)  # type: ignore[no-untyped-call]
-
-    def _end_backward(self, waits_for_all: bool) -> None:
-        self._unfinished = None
-        if waits_for_all and self._looks_for_unused:
-            unused = [name for name, p in self._model.named_parameters() if p.requires_grad and p.grad is None]
-            if unused:
-                raise ConfigError(
-                    f"DistributedDataParallel must have find_unused_parameters=True for {type(self._model).__name__}, "
-                    f"got False: {len(unused)} of its parameters take no part in the loss, such as {unused[0]}; pass "
-                    "it, or freeze them"
-                )
-            self._looks_for_unused = False

@@ -43,8 +43,6 @@ MEASURED_BYTES: Final = 2**24  # that each rank sends to measure the link: some 
 SECONDS: Final = PER_VIDEO[-1]  # of videos: positions are counted from them before samples travel
 RUNS: Final = 4  # exchanges that are timed: the fastest counts, since the first ones connect the ranks
 
-_iterations = count()  # numbers the iterations of all loaders of this process, which ranks begin in the same order
-
 
 class RearrangingLoader:
     """Yields what ``RearrangedModel`` takes: this rank's samples, and where all ranks' samples go.
@@ -102,9 +100,7 @@ class RearrangingLoader:
         self._steps: Iterator[tuple[list[Drawn], Any]] | None = None
 
     def __iter__(self) -> Iterator[Drawn]:
-        self._iteration = next(_iterations)
-        for _, drawn in micro_batches_of(self):
-            yield drawn
+        return (drawn for _, drawn in micro_batches_of(self))
 
     def step(self) -> tuple[StepPlan, list[Drawn]] | None:
         """The next step's first plan, and this rank's micro-batches; None where all ranks' sources have ended."""
@@ -143,7 +139,7 @@ class RearrangingLoader:
         """Micro-batches of each step, and the state of the source behind it; runs in a thread beside the model."""
         batches = self._batches(steps_done, state)
         for number in count(steps_done):
-            if (step := self._next_step(batches, self._iteration, number)) is None:
+            if (step := self._next_step(batches, number)) is None:
                 return
             yield step
 
@@ -154,9 +150,7 @@ class RearrangingLoader:
         trained = 0 if state is not None else steps_done * self._micro_batches
         yield from islice(self._source, trained, None)
 
-    def _next_step(
-        self, batches: Iterator[Sequence[Any]], iteration: int, number: int
-    ) -> tuple[list[Drawn], Any] | None:
+    def _next_step(self, batches: Iterator[Sequence[Any]], number: int) -> tuple[list[Drawn], Any] | None:
         """One step of this rank and the state of its source, or None where all ranks' sources have ended.
 
         1. This rank draws its micro-batches of the step, fewer or none where its source has ended.
@@ -175,7 +169,7 @@ class RearrangingLoader:
             told = [self._sizes(batch) for batch in read], rows_of_images(chain(*read), self._inputs)
         except Exception as error:
             told = DataError(said(error))
-        of_ranks, shapes = self._gather(told, iteration, number)
+        of_ranks, shapes = self._gather(told, number)
         if not any(of_ranks):
             return None
         nothing = np.zeros((len(self._told), 0), dtype=np.int64)
@@ -194,19 +188,19 @@ class RearrangingLoader:
         for batch, (of_samples, samples, ranks) in enumerate(zip(tokens, read, per_batch, strict=True)):
             plan = self._plan([ranks[rank] for rank in self._sharing], total)
             inputs = {name: _pinned(rows) for name, rows in images_of(samples, shapes).items()}
-            check = StepCheck(self._meeting, (iteration, number, batch), plan.digest)
+            check = StepCheck(self._meeting, (number, batch), plan.digest)
             drawn.append(Drawn(_pinned(of_samples), inputs, plan, check))
         return drawn, state
 
     def _gather(
-        self, told: tuple[list[IntArray], RowKinds] | DataError, iteration: int, step: int
+        self, told: tuple[list[IntArray], RowKinds] | DataError, step: int
     ) -> tuple[list[list[IntArray]], RowKinds]:
         """Sizes of the micro-batches of all ranks, each (len(told), samples), and the largest rows of inputs.
 
         A rank that has failed (a DataError in place of what it has drawn), has other settings, or is at another step
         ends all ranks.
         """
-        own = told if isinstance(told, DataError) else (self._settings, (iteration, step), *told)
+        own = told if isinstance(told, DataError) else (self._settings, step, *told)
         gathered: list[Any] = gather(own, group=self._group)
         rows = []
         for rank, (settings, at, _, shapes) in zip(self._ranks, gathered, strict=True):
@@ -214,9 +208,8 @@ class RearrangingLoader:
                 expected = f"those of rank {self._ranks[0]}, {gathered[0][0]}"
                 raise ConfigError(f"rank {rank}: settings must be {expected}, got {settings}")
             if at != gathered[0][1]:
-                here, there = (f"step {step} of iteration {iteration}" for iteration, step in (at, gathered[0][1]))
-                expected = f"stand at {there}, as on rank {self._ranks[0]}"
-                raise ConfigError(f"rank {rank}: the loader must {expected}, got {here}")
+                expected = f"stand at step {gathered[0][1]}, as on rank {self._ranks[0]}"
+                raise ConfigError(f"rank {rank}: the loader must {expected}, got step {at}")
             rows += [(f"rank {rank}: ", name, shape) for name, shape in shapes.items()]
         return [sizes for _, _, sizes, _ in gathered], largest_rows(rows)
 

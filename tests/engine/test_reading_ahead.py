@@ -1,6 +1,5 @@
 """While a step runs the next one is read, whole and no further; a resumed run goes on exactly all the same."""
 
-import logging
 import multiprocessing
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ import torch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.engine.initialize import warn_of_added_end, warn_of_float32
-from omnibal.engine.loader import Loader, PackReader, workers_for
+from omnibal.engine.loader import Loader, PackReader
 from omnibal.engine.samples import warn_of_long_samples, warn_of_other_data
 from omnibal.errors import DataError
 from omnibal.feeds.feed import PacksFromHere
@@ -157,19 +156,14 @@ def test_pixels_come_in_the_dtype_of_the_model():
 
 
 @pytest.mark.parametrize(
-    ("read", "step", "micro_batches", "expected"),
-    [
-        (32 * 13 * 8e-3, 2.0, 32, 4),  # 3.3 s of reading, twice as much as needed
-        (32 * 13 * 8e-3, None, 32, 15),  # nobody knows how long a step is
-        (32 * 13 * 8e-3, None, 4, 4),  # no more than packs
-        (32 * 13 * 8e-3, 0.1, 32, 15),  # no more than cores
-        (0.0, 2.0, 32, 1),
-    ],
+    ("cores", "view", "expected"), [(9, "images", MICRO_BATCHES), (4, "images", 3), (9, "text", 1)]
 )
-def test_workers_are_as_many_as_a_step_needs(monkeypatch, read, step, micro_batches, expected):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(128))
+def test_workers_are_as_many_as_cores_but_no_more_than_packs(monkeypatch, cores, view, expected):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8 * cores))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert workers_for(read, step, micro_batches) == expected
+    training = loader_of(SmallDataset(), view=view, workers=None)
+    held_out = training.over(SmallDataset(), training.feed.sampler)
+    assert [found.feed._reader.num_workers for found in (training, held_out)] == [expected] * 2
 
 
 @pytest.mark.parametrize(
@@ -209,19 +203,3 @@ def test_samples_beyond_the_models_positions_are_told(caplog, positions, warns):
     config = SimpleNamespace(text_config=SimpleNamespace(max_position_embeddings=positions))
     warn_of_long_samples(config, SampleLengths([1, 0], [17, 3]), PackLimits(4, 48))
     assert ("at most the model's 16 positions, got one of 17 tokens" in caplog.text) == warns
-
-
-def test_workers_that_cannot_keep_up_are_told(caplog):
-    with caplog.at_level(logging.WARNING):
-        loader_of(SmallDataset(), step_seconds=1e-4)
-        assert caplog.text.count("data.workers must read a step's images in the 0.00 s of a step, got 1") == 1
-        loader_of(SmallDataset(), step_seconds=10.0)
-        loader_of(SmallDataset(), view="text", step_seconds=1e-4)
-    assert caplog.text.count("data.workers") == 2  # once in "raise data.workers"
-
-
-def test_held_out_samples_get_the_workers_that_the_predicted_step_asks_for(monkeypatch):
-    monkeypatch.setattr("omnibal.engine.loader.cores_of_process", lambda: 9)
-    training = loader_of(SmallDataset(), workers=None, step_seconds=10.0)
-    held_out = training.over(SmallDataset(), training.feed.sampler)
-    assert [found.feed._reader.num_workers for found in (training, held_out)] == [1, 1]
