@@ -36,14 +36,19 @@ from tqdm import tqdm
 
 from omnibal.config import RunSection
 from omnibal.data.epoch import Step
-from omnibal.engine import saved_files
-from omnibal.engine.checkpoint import export_newest
+from omnibal.engine.checkpoint import (
+    UNFINISHED,
+    choose,
+    delete_all,
+    export_newest,
+    has_all_files,
+    latest_checkpoint,
+)
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import meet, start, user_optimizer
 from omnibal.engine.loader import Loader, VlmDataset
 from omnibal.engine.measured import StageTimes
 from omnibal.engine.samples import open_together
-from omnibal.engine.saved_files import latest_checkpoint
 from omnibal.errors import ConfigError, OmnibalError, reporting
 from omnibal.families.base import trained_in_words
 from omnibal.plan import Plan
@@ -189,14 +194,14 @@ def _check_checkpoints(run: RunSection, tag: str | None, *, resume: bool, restar
     checkpoints = run.files.checkpoints
     # A run that was killed in its first save has left an unfinished folder, and DeepSpeed's scripts beside it.
     found = {path.name for path in checkpoints.iterdir() if path.is_dir()} if checkpoints.is_dir() else set()
-    found = {name for name in found if not name.endswith(saved_files.UNFINISHED)}
+    found = {name for name in found if not name.endswith(UNFINISHED)}
     if resume and not found:
         raise ConfigError(
             f"run.output must hold checkpoints to go on from, got {run.output} without any; begin without resume "
             "(--resume)"
         )
     if resume:
-        saved_files.choose(checkpoints, tag, fall_back=True, check=saved_files.has_all_files)
+        choose(checkpoints, tag, fall_back=True, check=has_all_files)
     elif found and not restart:
         raise ConfigError(
             f"run.output must be a folder without checkpoints, got {run.output}; "
@@ -205,7 +210,7 @@ def _check_checkpoints(run: RunSection, tag: str | None, *, resume: bool, restar
 
 
 def _delete(checkpoints: Path) -> None:
-    left = saved_files.delete_all(checkpoints)
+    left = delete_all(checkpoints)
     if left:
         names = ", ".join(path.name for path in left)
         LOG.warning("restart leaves in %s what omnibal did not write: %.500s", checkpoints, names)

@@ -20,8 +20,7 @@ from omnibal.cli.options import expect
 from omnibal.config import read_config
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.engine.checkpoint import _read_layer
-from omnibal.engine.saved_files import MANIFEST, SavedFile, latest_checkpoint, problem_of, read_manifest, write_manifest
+from omnibal.engine.checkpoint import MANIFEST, SavedFile, _read_layer, problem_of, read_manifest, write_manifest
 from omnibal.errors import OmnibalError
 from omnibal.formats.files import open_rows, stream_rows
 from omnibal.formats.media import image_size, load_image
@@ -76,7 +75,6 @@ def save_checkpoint(path):
     folder.mkdir(exist_ok=True)
     (folder / "layer.pt").write_bytes(b"x")
     write_manifest(folder, {}, {"layer.pt": SavedFile.of(folder / "layer.pt", 0)})
-    (path.parent / "latest").write_text("global_step1")
 
 
 def save_columns(path):
@@ -128,7 +126,6 @@ READERS = {
     "TIFF": ("a.tif", lambda p: p.write_bytes(picture("TIFF")), read_image),
     "log of a run": ("metrics.jsonl", lambda p: logged(p, 2), read_metrics),
     "manifest of a checkpoint": (f"global_step1/{MANIFEST}", lambda p: save_checkpoint(p.parent), read_checkpoint),
-    "name of the newest checkpoint": ("latest", save_checkpoint, lambda p: latest_checkpoint(p.parent)),
     "layer of a checkpoint": ("layer.pt", lambda p: torch.save({"a": torch.ones(3)}, p), _read_layer),
     "weights": ("a.safetensors", lambda p: save_file({"a": torch.ones(3)}, p), read_weights),
     "index of weights": ("i.json", lambda p: p.write_text('{"weight_map": {"a": "b.safetensors"}}'), _read_index),

@@ -291,7 +291,7 @@ def export(
     Example: omnibal export runs/quickstart/checkpoints/global_step300 model
     """
     from omnibal.engine.checkpoint import export as export_checkpoint
-    from omnibal.engine.saved_files import latest_checkpoint
+    from omnibal.engine.checkpoint import latest_checkpoint
 
     kind = expect("source", source, ("ds_config", "checkpoints", "checkpoint", "run"))
     if folder is not None:

@@ -171,11 +171,11 @@ DEEPSPEED_KEYS: Final = frozenset({
     "omnibal", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer",
     "scheduler", "bf16", "fp16", "zero_optimization", "gradient_clipping", "data_types", "torch_autocast",
 })  # fmt: skip
-# File or folder within a folder, and the kind that it shows; the first one that is found counts.
+# Pattern of a file or folder within a folder, and the kind that it shows; the first one that is found counts.
 FOLDERS: Final[tuple[tuple[str, Kind], ...]] = (
     ("config.json", "model"),
     ("omnibal.json", "checkpoint"),
-    ("latest", "checkpoints"),
+    ("*/omnibal.json", "checkpoints"),
     ("metrics.jsonl", "run"),
     ("checkpoints", "run"),
     ("lengths.json", "saved lengths"),
@@ -193,7 +193,7 @@ def expect(name: str, path: Path, kinds: Collection[Kind], *, remedy: str = "") 
 
 def kind_of(name: str, path: Path) -> Kind:
     if path.is_dir():
-        found = next((kind for file, kind in FOLDERS if (path / file).exists()), None)
+        found = next((kind for pattern, kind in FOLDERS if any(path.glob(pattern))), None)
         return found or ("dataset" if is_dataset(path) else "something else")
     try:
         if is_dataset(path):

@@ -14,9 +14,9 @@ from deepspeed.runtime.constants import PIPE_REPLICATED
 from torch import Tensor, nn
 
 from omnibal.config import OptimizerSection
+from omnibal.engine.checkpoint import layer_files
 from omnibal.engine.grid import topology_of, unequal_grids
 from omnibal.engine.resolve import ParameterGroup, ResolvedRun, Weights
-from omnibal.engine.saved_files import layer_files
 from omnibal.families.base import Module, encoder_layers
 from omnibal.plan import Plan
 from omnibal.ranks import gather, run_on_all_ranks

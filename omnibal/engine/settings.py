@@ -105,10 +105,8 @@ class Settings:
         record: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
         return record
 
-    def changed_from(
-        self, saved: Mapping[str, Any], *, with_optimizer: bool, with_schedule: bool
-    ) -> list[SettingChange]:
-        """What differs from the settings of a checkpoint."""
+    def changed_from(self, saved: Mapping[str, Any], *, with_optimizer: bool) -> list[SettingChange]:
+        """What differs from the settings of a checkpoint; ``with_optimizer``: also in its groups and its schedule."""
         now = self.record()
         of_keys = changes(saved["keys"], now["keys"])
         refused = [change for change in of_keys if is_refused(change)] if with_optimizer else []
@@ -119,7 +117,7 @@ class Settings:
                     key = f"optimizer.params.{name}"
                     of_groups.setdefault(key, SettingChange(key, before, value))
             refused += [change for key, change in of_groups.items() if key.rpartition(".")[2] not in _OF_GROUPS]
-        of_schedule = changes(saved["schedule"], now["schedule"]) if with_schedule else []
+        of_schedule = changes(saved["schedule"], now["schedule"]) if with_optimizer else []
         refused += [
             change._replace(key=f"{change.key} of the learning-rate schedule")
             for change in of_schedule
@@ -152,7 +150,7 @@ class Settings:
                 else:
                     group[name] = value
 
-    def check_groups(self, saved: Mapping[str, Any], *, by_name: bool, with_schedule: bool) -> bool:
+    def check_groups(self, saved: Mapping[str, Any], *, by_name: bool) -> bool:
         """Refuse parameter groups that cannot be told to be those of a checkpoint; whether they have its order.
 
         ``by_name``: ranks read the optimizer's state by the names of weights, not each its own file.
@@ -166,7 +164,7 @@ class Settings:
                 return True
             remedy = 'give each a "name" of its own'
         elif is_told and len(before) == len(own) and set(before) == set(own):
-            if not (with_schedule and self.schedule):  # which keeps a value for each group by its place
+            if not self.schedule:  # which keeps a value for each group by its place
                 return False
             remedy = "make them in that order"
         raise ConfigError(

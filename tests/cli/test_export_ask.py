@@ -20,14 +20,15 @@ def test_what_is_no_checkpoint_is_named(refusal, tmp_path):
     assert "folder must say where the model goes, got none" in refusal("export", tmp_path)
 
 
-def test_a_folder_whose_newest_checkpoint_is_gone_is_named(refusal, ds_config, tmp_path):
+def test_a_folder_whose_newest_checkpoint_is_not_whole_is_named(refusal, ds_config, tmp_path):
     config = ds_config()
-    assert "checkpoints must hold a file 'latest'" in refusal("export", config)
-    assert "checkpoints must hold a file 'latest'" in refusal("ask", config, "What?")
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints" / "latest").write_text("global_step7")
-    for command in (("export", tmp_path / "run" / "checkpoints", tmp_path / "model"), ("export", config)):
-        assert str(tmp_path / "run" / "checkpoints" / "global_step7") in refusal(*command)
+    assert "folder must hold checkpoints that omnibal wrote completely" in refusal("export", config)
+    assert "folder must hold checkpoints that omnibal wrote completely" in refusal("ask", config, "What?")
+    newest = tmp_path / "run" / "checkpoints" / "global_step7"
+    newest.mkdir(parents=True)
+    (newest / "omnibal.json").write_text("{}")
+    for command in (("export", newest.parent, tmp_path / "model"), ("export", config)):
+        assert str(newest) in refusal(*command)
 
 
 @pytest.fixture
@@ -37,7 +38,6 @@ def trained(tmp_path, monkeypatch):
     folder = tmp_path / "run" / "checkpoints" / "global_step7"
     folder.mkdir(parents=True)
     (folder / "omnibal.json").write_text("{}")
-    (folder.parent / "latest").write_text(folder.name)
 
     def export(checkpoint, target, merged=False):
         exported.append(checkpoint.name)

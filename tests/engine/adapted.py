@@ -29,7 +29,6 @@ def _train_and_resume(case, folder):
         if step == case.steps - 2:
             engine.save_checkpoint(folder, "before")
     engine.save_checkpoint(folder, "end")
-    engine.save_16bit_model(folder / "whole")
     found = {"losses": losses, "norms": norms, "gradients": list(gradients), "weights": weights_of(engine)}
     moved = shutil.copytree(case.model, folder / f"moved{engine.global_rank}")
     again = engine_of(replace(case, model=str(moved)))

@@ -20,10 +20,10 @@ from omnibal.data.epoch import Step
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.engine import module as module_file
+from omnibal.engine.checkpoint import SavedFile, read_manifest, write_manifest
 from omnibal.engine.initialize import build_engine, initialize
 from omnibal.engine.module import ON_ALL_RANKS
 from omnibal.engine.resolve import ResolvedRun, UserOptimizer
-from omnibal.engine.saved_files import SavedFile, read_manifest, write_manifest
 from omnibal.errors import DataError, OmnibalError
 from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.partition import Partition

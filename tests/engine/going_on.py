@@ -17,8 +17,8 @@ from omnibal.cluster import Layout
 from omnibal.data.limits import PackLimits
 from omnibal.engine import checkpointed, samples
 from omnibal.engine import engine as engine_file
+from omnibal.engine.checkpoint import latest_checkpoint
 from omnibal.engine.initialize import LOG, initialize
-from omnibal.engine.saved_files import latest_checkpoint
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.families.base import trained_in_words
 from omnibal.pipeline.partition import Partition
@@ -156,7 +156,7 @@ def begins_anew_behind_a_link(config, checkpoints):
     assert sorted(path.name for path in elsewhere.iterdir()) == SAVED
 
 
-SAVED = ["global_step1", "latest", "notes.txt", "zero_to_fp32.py", "zero_to_torch.py"]
+SAVED = ["global_step1", "notes.txt", "zero_to_fp32.py", "zero_to_torch.py"]
 
 
 def goes_on_under_plans(config, output):
@@ -285,11 +285,6 @@ def saved_run(config, others, folder):
     engine, *_ = initialize(config=config, dataset=SmallDataset())
     engine.train_batch()
     engine.save_checkpoint(folder / "checkpoints")
-    assert engine.save_16bit_model(folder / "model")
-    with pytest.raises(OmnibalError, match=r"save_filename must be 'model.safetensors', got 'pytorch_model.bin'"):
-        engine.save_16bit_model(folder / "model", "pytorch_model.bin")
-    with pytest.raises(OmnibalError, match="exclude_frozen_parameters must be False"):
-        engine.save_16bit_model(folder / "model", exclude_frozen_parameters=True)
     refused = []
     for other_config in others:
         other, *_ = initialize(config=other_config, dataset=SmallDataset())

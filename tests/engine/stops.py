@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from omnibal.engine.checkpoint import newest_first
 from omnibal.engine.initialize import initialize
-from omnibal.engine.saved_files import newest_first
 from omnibal.errors import OmnibalError
 from omnibal.train import train
 from tests.engine.cases import SmallDataset, _refusal, changed, weights_of

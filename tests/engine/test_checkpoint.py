@@ -9,21 +9,21 @@ import torch
 
 from omnibal.cluster import Layout
 from omnibal.config import OmnibalSection
-from omnibal.engine import saved_files
-from omnibal.engine.checkpoint import export, write_model_files
-from omnibal.engine.resolve import ResolvedRun
-from omnibal.engine.saved_files import (
+from omnibal.engine import checkpoint as checkpoints
+from omnibal.engine.checkpoint import (
     SavedFile,
     begin,
     choose,
     delete_all,
+    export,
     finish,
     has_all_files,
     keep_newest,
-    latest_checkpoint,
     problem_of,
     write_manifest,
+    write_model_files,
 )
+from omnibal.engine.resolve import ResolvedRun
 from omnibal.errors import ConfigError
 from omnibal.vlm import load_model
 from tests.engine.cases import flip
@@ -50,7 +50,7 @@ def test_only_known_files_of_the_model_go_into_a_checkpoint(tmp_path):
     assert all((folder / name).read_text() == name for name in (*TOKENIZER, *OTHERS))
 
 
-def save(folder, tag, value, *, is_latest=True, numbers=99):
+def save(folder, tag, value, *, numbers=99):
     """A checkpoint of two files, as two ranks would have written it."""
     unfinished = begin(folder, tag)
     torch.save(torch.full((50,), float(value)), unfinished / "layer_00.pt")
@@ -58,7 +58,7 @@ def save(folder, tag, value, *, is_latest=True, numbers=99):
     files = {"layer_00.pt": SavedFile.of(unfinished / "layer_00.pt", 0)}
     files["optimizer.pt"] = SavedFile.of(unfinished / "optimizer.pt", 1)
     write_manifest(unfinished, {}, files)
-    finish(unfinished, is_latest=is_latest)
+    finish(unfinished)
 
 
 def value_of(folder, tag):
@@ -118,13 +118,6 @@ def test_files_of_the_same_length_are_told_apart(folder):
     assert one.stat().st_size == two.stat().st_size
 
 
-def test_without_the_file_latest_there_is_still_a_newest_one(folder):
-    (folder / "latest").unlink()
-    with pytest.raises(ConfigError, match=r"must hold a file 'latest'.*the newest whole one is two"):
-        choose(folder, None)
-    assert choose(folder, None, fall_back=True)[0] == "two"
-
-
 class Kill(BaseException):
     """A process ends here."""
 
@@ -136,23 +129,17 @@ RENAMED = {
 }
 
 
-@pytest.mark.parametrize("kill_at", [*RENAMED.values(), "latest", "deletion", None])
+@pytest.mark.parametrize("kill_at", [*RENAMED.values(), "deletion", None])
 def test_a_save_under_an_old_name_leaves_a_whole_checkpoint_whenever_it_is_killed(folder, monkeypatch, kill_at):
     def rename(path, target, rename=Path.rename):
         if RENAMED[path.name] == kill_at:
             raise Kill
         return rename(path, target)
 
-    def replace(path, target, replace=Path.replace):
-        if kill_at == "latest":
-            raise Kill
-        return replace(path, target)
-
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", rename)
-        patched.setattr(Path, "replace", replace)
         if kill_at == "deletion":
-            patched.setattr(saved_files.shutil, "rmtree", delete_one_file)
+            patched.setattr(checkpoints.shutil, "rmtree", delete_one_file)
         if kill_at is None:
             save(folder, "two", 3)
         else:
@@ -161,7 +148,7 @@ def test_a_save_under_an_old_name_leaves_a_whole_checkpoint_whenever_it_is_kille
     name, _ = choose(folder, None, fall_back=True)
     assert value_of(folder, name) == (2 if kill_at in (RENAMED["two"], RENAMED["two.unfinished"]) else 3)
     save(folder, "two", 4)
-    assert sorted(path.name for path in folder.iterdir()) == ["latest", "one", "two"]
+    assert sorted(path.name for path in folder.iterdir()) == ["one", "two"]
     assert choose(folder, None) == ("two", "")
     assert value_of(folder, "two") == 4
 
@@ -174,11 +161,11 @@ def delete_one_file(folder):
 
 def test_what_a_killed_deletion_leaves_goes_with_the_next_save(folder, monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(Kill):
-        patched.setattr(saved_files.shutil, "rmtree", delete_one_file)
+        patched.setattr(checkpoints.shutil, "rmtree", delete_one_file)
         keep_newest(folder, 1)
     assert choose(folder, None, fall_back=True) == ("two", "")
     save(folder, "three", 3)
-    assert sorted(path.name for path in folder.iterdir()) == ["latest", "three", "two"]
+    assert sorted(path.name for path in folder.iterdir()) == ["three", "two"]
 
 
 def test_what_unfinished_saves_left_is_deleted_and_never_chosen(folder):
@@ -199,17 +186,11 @@ def test_a_file_that_rank_zero_does_not_find_means_that_the_folder_is_not_shared
     assert problem_of(unfinished) is not None
 
 
-@pytest.mark.parametrize("tag", ["", ".", "..", "a/b", "latest", "a.unfinished", "a.replaced"])
+@pytest.mark.parametrize("tag", ["", ".", "..", "a/b", "a.unfinished", "a.replaced"])
 def test_names_that_are_none(tmp_path, tag):
     with pytest.raises(ConfigError, match="tag must be a name"):
         begin(tmp_path, tag)
     assert not [*tmp_path.iterdir()]
-
-
-def test_only_the_newest_are_kept_and_the_latest(folder):
-    save(folder, "three", 3, is_latest=False)
-    keep_newest(folder, 1)
-    assert sorted(path.name for path in folder.iterdir()) == ["latest", "three", "two"]
 
 
 def test_the_newest_is_what_was_saved_last_whatever_clocks_say(folder):
@@ -218,31 +199,14 @@ def test_the_newest_is_what_was_saved_last_whatever_clocks_say(folder):
     for age, name in enumerate(("global_step10", "global_step9", "two", "one")):
         os.utime(folder / name / "omnibal.json", ns=(age, age))  # a clock that goes back
     keep_newest(folder, 2)
-    assert sorted(path.name for path in folder.iterdir()) == ["global_step10", "global_step9", "latest"]
+    assert sorted(path.name for path in folder.iterdir()) == ["global_step10", "global_step9"]
     cut_off_manifest(folder, "global_step10")
     assert choose(folder, None, fall_back=True)[0] == "global_step9"
     # a run that goes back to an earlier step and on from there
     save(folder, "global_step5", 5)
-    assert saved_files.newest_first(folder)[0].name == "global_step5"
-
-
-ODD = [b"\xff\xfe\x00", b"", b"../two", b"two\x00", b"..", b"a" * 5000]
-
-
-@pytest.mark.parametrize("content", ODD)
-def test_whole_checkpoints_beside_a_damaged_latest_are_used(folder, content):
-    (folder / "latest").write_bytes(content)
-    with pytest.raises(ConfigError, match="the newest whole one is two: name it to use it"):
-        choose(folder, None)
-    name, remark = choose(folder, None, fall_back=True)
-    assert name == "two"
-    assert remark.startswith("going on from two, the newest whole checkpoint: ")
-    if content != ODD[-1]:
-        with pytest.raises(ConfigError, match=r"latest.*; the newest whole one is two"):
-            latest_checkpoint(folder)
+    assert choose(folder, None, fall_back=True)[0] == "global_step5"
     keep_newest(folder, 1)
-    save(folder, "three", 3)
-    assert choose(folder, None) == ("three", "")
+    assert [path.name for path in folder.iterdir()] == ["global_step5"]
 
 
 def test_only_what_omnibal_wrote_is_deleted_behind_a_link_too(folder, tmp_path_factory):
@@ -252,6 +216,7 @@ def test_only_what_omnibal_wrote_is_deleted_behind_a_link_too(folder, tmp_path_f
     (folder / "linked").symlink_to(notes)
     (folder / "notes.txt").write_text("mine")
     (folder / "zero_to_fp32.py").touch()
+    (folder / "latest").write_text("two")  # of an older omnibal
     (folder / "hf").mkdir()
     link = tmp_path_factory.mktemp("run") / "checkpoints"
     link.symlink_to(folder)
@@ -296,7 +261,7 @@ def test_any_flipped_bit_of_a_manifest_is_seen(folder):
 
 def test_a_checkpoint_of_an_older_version_is_refused(folder):
     (folder / "two" / "omnibal.json").write_text(json.dumps({"files": {}}))
-    with pytest.raises(ConfigError, match="an omnibal of before 2026-11-23 saved it"):
+    with pytest.raises(ConfigError, match="of an omnibal of before 2026-11-23"):
         choose(folder, None)
     assert choose(folder, None, fall_back=True)[0] == "one"
 

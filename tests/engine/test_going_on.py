@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from transformers import InternVLForConditionalGeneration
 
 from omnibal.config import RunSection
+from omnibal.engine.checkpoint import export, latest_checkpoint
 from omnibal.engine.initialize import initialize
 from omnibal.engine.resolve import UserOptimizer, resolve
 from omnibal.errors import ConfigError
@@ -122,8 +123,9 @@ def test_weights_alone_go_on_under_another_optimizer(seen):
 
 
 @pytest.mark.distributed
-def test_the_model_is_saved_as_hugging_face_reads_it(seen):
+def test_the_model_is_exported_as_hugging_face_reads_it(seen):
     by_rank, folder = seen
+    export(latest_checkpoint(folder / "checkpoints"), folder / "model")
     tensors = load_file(folder / "model" / "model.safetensors")
     weights = {name: weight for result in by_rank for name, weight in result["model"].items()}
     assert tensors.keys() == weights.keys()

@@ -186,8 +186,6 @@ def test_a_checkpoint_is_exported_for_peft_and_merged(runs, run, tmp_path):
         tmp_path / "merged", attn_implementation="sdpa", output_loading_info=True
     )
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    for name, weight in load_file(tmp_path / "merged" / "model.safetensors").items():
-        assert torch.equal(weight, load_file(folder / "whole" / "model.safetensors")[name]), name
     for ours in (plain_backward(loaded, samples)[1], plain_backward(merged, samples)[1]):
         for logits, without, trained in zip(ours, before, expected, strict=True):
             torch.testing.assert_close(logits, trained, rtol=1e-3, atol=1e-4)

@@ -4,8 +4,7 @@ import pytest
 import torch
 from transformers import InternVLForConditionalGeneration
 
-from omnibal.engine.checkpoint import export
-from omnibal.engine.saved_files import latest_checkpoint
+from omnibal.engine.checkpoint import export, latest_checkpoint
 from tests.engine.cases import SmallDataset, changed, settings
 from tests.engine.launch import launch
 from tests.engine.small import plain_results, save_small_model, small_samples

@@ -40,7 +40,7 @@ def gone_on(make_scheduler, make_other, **settings):
     trained(optimizer, scheduler, STEPS)
     saved = json.loads(json.dumps(before.record()))
     other, other_scheduler, now = made(make_other, **settings)
-    changed = now.changed_from(saved, with_optimizer=True, with_schedule=True)
+    changed = now.changed_from(saved, with_optimizer=True)
     other.load_state_dict(optimizer.state_dict())
     now.renew_optimizer(other, saved)
     if other_scheduler is not None:
@@ -140,15 +140,16 @@ def of_groups(*groups, lr=0.1, make_scheduler=SCHEDULES["cosine"]):
 
 
 def test_groups_are_those_of_their_names_wherever_they_stand():
-    saved = of_groups({"name": "vision", "lr": 3e-4}, {"name": "rest", "lr": 3e-3})[1].record()
+    named = {"name": "vision", "lr": 3e-4}, {"name": "rest", "lr": 3e-3}
+    saved = of_groups(*named, make_scheduler=NONE)[1].record()
     optimizer, now = of_groups({"name": "rest", "lr": 3e-3}, {"name": "vision", "lr": 6e-4}, make_scheduler=NONE)
-    (change,) = now.changed_from(saved, with_optimizer=True, with_schedule=False)
+    (change,) = now.changed_from(saved, with_optimizer=True)
     assert (change.key, change.saved, change.value) == ("optimizer.params.lr", 3e-4, 6e-4)
     for group, rate in zip(optimizer.param_groups, (3e-4, 3e-5), strict=True):  # a tenth of what was saved
         group["lr"] = rate
     now.renew_optimizer(optimizer, saved)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([3e-4, 6e-5])
-    assert not now.check_groups(saved, by_name=False, with_schedule=False)
+    assert not now.check_groups(saved, by_name=False)
 
 
 A, B = {"name": "a"}, {"name": "b"}
@@ -168,11 +169,11 @@ NONE = SCHEDULES["none"]
 def test_groups_that_cannot_be_told_apart_are_refused(before, groups, by_name, remedy):
     now, saved = of_groups(*groups)[1], of_groups(*before)[1].record()
     with pytest.raises(ConfigError, match=f"names of the optimizer's parameter groups must be .*; {remedy}"):
-        now.check_groups(saved, by_name=by_name, with_schedule=True)
+        now.check_groups(saved, by_name=by_name)
 
 
 def test_one_group_needs_no_name_and_groups_that_stay_none_of_their_own():
     for before, groups, by_name in (((A,), ({},), True), (({}, {}), ({}, {}), False), ((A, B), (A, B), True)):
         now, saved = of_groups(*groups)[1], of_groups(*before)[1].record()
-        assert now.check_groups(saved, by_name=by_name, with_schedule=True)
-        assert now.changed_from(saved, with_optimizer=True, with_schedule=True) == []
+        assert now.check_groups(saved, by_name=by_name)
+        assert now.changed_from(saved, with_optimizer=True) == []

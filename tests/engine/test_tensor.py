@@ -13,10 +13,9 @@ from typer.testing import CliRunner
 
 from omnibal.cli import app
 from omnibal.cluster import Encoder, Layout
-from omnibal.engine.checkpoint import export
+from omnibal.engine.checkpoint import export, read_manifest
 from omnibal.engine.initialize import warn_of_apart
 from omnibal.engine.resolve import check_run
-from omnibal.engine.saved_files import read_manifest
 from omnibal.errors import ConfigError
 from omnibal.vlm import load_model
 from omnibal.vlm.tensor import part_of

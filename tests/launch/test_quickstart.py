@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from omnibal.cli import app
 from omnibal.data.limits import PackLimits
-from omnibal.engine.saved_files import latest_checkpoint, newest_first
+from omnibal.engine.checkpoint import latest_checkpoint, newest_first
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from omnibal.processes import free_port

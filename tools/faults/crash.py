@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from omnibal.engine.saved_files import UNFINISHED, has_all_files, newest_first
+from omnibal.engine.checkpoint import UNFINISHED, has_all_files, newest_first
 from tests.engine.launch import _Group
 from tests.engine.small import save_small_model
 from tools.bench import machine, print_table

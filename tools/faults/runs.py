@@ -7,8 +7,8 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
+from omnibal.engine.checkpoint import newest_first
 from omnibal.engine.engine import OmnibalEngine
-from omnibal.engine.saved_files import newest_first
 from omnibal.train import train
 from tests.engine.cases import SmallDataset, changed, settings, weights_of
 

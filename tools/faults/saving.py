@@ -15,9 +15,9 @@ from tempfile import TemporaryDirectory
 import torch.distributed as dist
 
 from omnibal.demo import write_demo
+from omnibal.engine.checkpoint import MANIFEST
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import initialize
-from omnibal.engine.saved_files import MANIFEST
 from omnibal.formats.conversations import open_dataset
 from omnibal.ranks import gather
 from tools.bench import machine, print_table
