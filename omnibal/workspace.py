@@ -22,7 +22,7 @@ from omnibal.data.source_draws import typical_lengths
 from omnibal.device import Device
 from omnibal.errors import ConfigError, DataError
 from omnibal.families.base import LayerRecord, vision_unit_of
-from omnibal.families.cuts import check_degree
+from omnibal.families.parts import check_degree
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.units import check_units
 from omnibal.plan import Plan

@@ -32,7 +32,7 @@ def test_a_divided_rank_is_found():
 def test_only_the_layout_divides_ranks():
     found = {path.relative_to(PACKAGE).as_posix(): [*divided_ranks(path.read_text())] for path in PACKAGE.rglob("*.py")}
     # Consecutive tensor ranks have the same head of keys; neither stage nor replica follows from that.
-    assert {file for file, lines in found.items() if lines} == {"cluster.py", "families/cuts.py", "vlm/tensor.py"}
+    assert {file for file, lines in found.items() if lines} == {"cluster.py", "families/parts.py", "vlm/tensor.py"}
 
 
 def test_no_class_name_stands_for_two_things():

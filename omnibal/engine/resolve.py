@@ -21,7 +21,7 @@ from omnibal.cluster import Layout
 from omnibal.config import OmnibalSection, check_batch, check_learning_rates, complete_deepspeed_config, partition_of
 from omnibal.errors import ConfigError, said
 from omnibal.families.base import TrainedCount, encoder_layers, trained_by_module
-from omnibal.families.cuts import check_degree
+from omnibal.families.parts import check_degree
 from omnibal.formats.collate import GRIDS
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.units import schedule_of

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Final
 
 from omnibal.errors import ConfigError, said
-from omnibal.families import internvl, llava, qwen_vl, sounds
+from omnibal.families import qwen_vl, sounds, tiled
 from omnibal.families.base import Config, Family, LayerRecord
 
 _FAMILIES: dict[str, Family] = {}
@@ -35,10 +35,10 @@ def register(family: Family) -> None:
 
 
 for _family in (
-    internvl.FAMILY,
-    llava.FAMILY,
-    llava.NEXT,
-    llava.ONEVISION,
+    tiled.INTERNVL,
+    tiled.LLAVA,
+    tiled.NEXT,
+    tiled.ONEVISION,
     qwen_vl.SECOND,
     qwen_vl.THIRD,
     qwen_vl.THIRD_WITH_EXPERTS,

@@ -6,10 +6,12 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
-from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, TypeVar
 
 from omnibal.errors import ConfigError
-from omnibal.families.cuts import Cut
+
+if TYPE_CHECKING:
+    from omnibal.families.parts import Cut
 
 # A configuration as a dict: ``config.to_dict()`` of a model, ``processor.to_dict()`` of an image processor.
 Config = Mapping[str, Any]
@@ -225,7 +227,7 @@ class Family:
     layers: str | None = None
     tile_limits: Callable[[Config, int | None, int | None], dict[str, Any]] | None = None
     disk_prefixes: Mapping[str, str] = field(default_factory=dict)
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    cuts: Mapping[str, "Cut"] = field(default_factory=dict)
     image_tokens: Mapping[str, str] = field(default_factory=dict)
     video_rule: Callable[[Config, Config], VideoRule] | None = None
     video_processor: str = ""

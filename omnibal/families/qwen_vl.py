@@ -26,9 +26,7 @@ from omnibal.families.base import (
     section,
     size,
 )
-from omnibal.families.cuts import Cut
-from omnibal.families.llava import either_ties
-from omnibal.families.parts import TEXT_CUTS, attention_and_mlp, block_sizes, text_records
+from omnibal.families.parts import TEXT_CUTS, Cut, attention_and_mlp, block_sizes, either_ties, text_records
 
 THIRD_TYPES = ("qwen3_vl", "qwen3_vl_moe")
 PATCH = {"patches_per_tile": 1, "tokens_per_tile": 1}

@@ -10,7 +10,7 @@ from omnibal.cost import CostModel
 from omnibal.device import ALL_REDUCE_FRACTION, Device
 from omnibal.errors import ConfigError
 from omnibal.families.base import ADAPTER_SIZES, LayerRecord, check_frozen
-from omnibal.families.cuts import check_degree, units_of
+from omnibal.families.parts import check_degree, units_of
 from omnibal.profile.records import ELEMENT_BYTES, LayerCost, ModelProfile, degree_of, degrees_of
 
 COUNTED_DEVICE: Final = "A100-80GB"

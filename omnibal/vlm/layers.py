@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from omnibal.errors import ConfigError, said
 from omnibal.families import family_of
 from omnibal.families.base import LayerRecord
-from omnibal.families.cuts import Cut, Slice
+from omnibal.families.parts import Cut, Slice
 from omnibal.formats.collate import Positions
 from omnibal.vlm.attention import PACKED_ATTENTION
 from omnibal.vlm.payload import SentTensors

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from omnibal.families.cuts import Cut, Slice, units_of
+from omnibal.families.parts import Cut, Slice, units_of
 from omnibal.loss import Vocabulary
 from omnibal.vlm.payload import DeferringLinear
 

@@ -25,7 +25,7 @@ from transformers import (
 from omnibal.errors import DataError
 from omnibal.families import layer_records
 from omnibal.families.base import ImageRule
-from omnibal.families.llava import Canvases, Fit, next_canvases, onevision_canvases, rule_of_canvases
+from omnibal.families.tiled import Canvases, Fit, canvases_of
 from omnibal.vlm.layers import LayerRecipe, VisionLanguageModel, skeleton_of
 from omnibal.vlm.payload import Payload
 from omnibal.vlm.text import text_recipes
@@ -120,12 +120,10 @@ class InternVLProjector(nn.Module):
 class CanvasProjector(Projector):
     """Joins an image's projected tiles to one picture without padding, each of whose rows ``newline`` ends."""
 
-    canvases_of = staticmethod(next_canvases)  # what the model fits images to
-
     def __init__(self, config: Any, projector: nn.Module, newline: nn.Parameter) -> None:
         super().__init__(config, projector)
         self.newline = newline
-        self.canvases = self.canvases_of(config.to_dict())
+        self.canvases = canvases_of(config.to_dict())
 
     def arranged(self, features: Tensor, payload: Payload) -> Tensor:
         """The whole image's features, then those of its canvas with the ends of rows; image after image."""
@@ -141,7 +139,11 @@ class CanvasProjector(Projector):
 
     def fits(self, payload: Payload) -> list[Fit | None]:
         """How each image of a pack lies on its canvas; None for one that is a single tile."""
-        return [self.canvases.fit(width, height) for height, width in payload.on_host(IMAGE_SIZES)]
+        found: list[Fit | None] = [self.canvases.fit(width, height) for height, width in payload.on_host(IMAGE_SIZES)]
+        if self.canvases.lone_only:
+            lone = [count == 1 for count in payload.on_host(IMAGES_OF_SAMPLES) for _ in range(count)]
+            found = [fit if is_lone else None for fit, is_lone in zip(found, lone, strict=True)]
+        return found
 
     def _canvas(self, tiles: Tensor, fit: Fit) -> Tensor:
         """From the tiles of an image, (tiles, patches, width), to rows that are ended: (tokens, width)."""
@@ -155,18 +157,6 @@ class CanvasProjector(Projector):
             grid = functional.interpolate(grid.permute(2, 0, 1)[None], fit.shrunk, mode="bilinear")[0].permute(1, 2, 0)
         ends = self.newline.expand(len(grid), 1, -1)
         return torch.cat((grid, ends), dim=1).flatten(0, 1)
-
-
-class SampleProjector(CanvasProjector):
-    """Joins tiles of a sample's only image; of several images each is a single tile that ``newline`` ends."""
-
-    canvases_of = staticmethod(onevision_canvases)
-
-    def fits(self, payload: Payload) -> list[Fit | None]:
-        # One entry for each image: whether it is its sample's only one.
-        lone = [count == 1 for count in payload.on_host(IMAGES_OF_SAMPLES) for _ in range(count)]
-        found = zip(super().fits(payload), lone, strict=True)
-        return [fit if is_lone else None for fit, is_lone in found]
 
 
 def internvl(config: InternVLConfig) -> VisionLanguageModel:
@@ -198,7 +188,7 @@ def llava_next(config: LlavaNextConfig) -> VisionLanguageModel:
 
 
 def llava_onevision(config: LlavaOnevisionConfig) -> VisionLanguageModel:
-    return _llava(config, LlavaOnevisionForConditionalGeneration, SampleProjector)
+    return _llava(config, LlavaOnevisionForConditionalGeneration, CanvasProjector)
 
 
 def _tokens(rule: ImageRule, sample: Mapping[str, Tensor]) -> int:
@@ -229,9 +219,9 @@ def _llava(config: Any, model_class: Any, projector: type[Projector]) -> VisionL
     images: dict[str, Any] = {}
     projector_parts = {"projector": PROJECTOR}
     if issubclass(projector, CanvasProjector):
-        canvases, lone_only = projector.canvases_of(config.to_dict()), issubclass(projector, SampleProjector)
-        images["image_integers"] = {IMAGE_SIZES: (2,)} | ({IMAGES_OF_SAMPLES: ()} if lone_only else {})
-        images["image_tokens"] = partial(_tokens, rule_of_canvases(canvases, lone_only=lone_only))
+        canvases = canvases_of(config.to_dict())
+        images["image_integers"] = {IMAGE_SIZES: (2,)} | ({IMAGES_OF_SAMPLES: ()} if canvases.lone_only else {})
+        images["image_tokens"] = partial(_tokens, canvases.loads)
         images["made_images"] = partial(_made_images, canvases)
         projector_parts["newline"] = "model.image_newline"
     records = layer_records(config.to_dict())

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from omnibal.errors import ConfigError, OmnibalError
-from omnibal.families.cuts import Slice
+from omnibal.families.parts import Slice
 from omnibal.formats.ties import INDEX_FILE, SINGLE_FILE
 from omnibal.records import load_json
 from omnibal.vlm.layers import VisionLanguageModel, is_adapter

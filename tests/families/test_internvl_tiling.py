@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 
 from omnibal.errors import ConfigError
-from omnibal.families.internvl import num_tiles, tile_grid
+from omnibal.families.tiled import num_tiles, tile_grid
 
 
 def test_literal_grids():

@@ -7,7 +7,7 @@ from transformers import LlavaNextConfig
 from transformers.image_processing_utils import select_best_resolution
 from transformers.models.llava_next.modeling_llava_next import LlavaNextModel
 
-from omnibal.families.llava import Canvases
+from omnibal.families.tiled import Canvases
 
 PINPOINTS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
 

@@ -15,7 +15,7 @@ from omnibal.device import DEVICES, Device
 from omnibal.errors import ConfigError
 from omnibal.families import layer_records as records_of
 from omnibal.families.base import LayerRecord, trained_by_module
-from omnibal.families.internvl import layer_records
+from omnibal.families.tiled import internvl_records
 from omnibal.profile.counted import analytic_profile, with_sums
 from omnibal.profile.records import ModelProfile
 from omnibal.vlm import load_model
@@ -40,7 +40,7 @@ CONFIG = {
         "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 1000,
     },
 }  # fmt: skip
-RECORDS = layer_records(CONFIG)
+RECORDS = internvl_records(CONFIG)
 LOAD = Load(vision_units=3, llm_tokens=50, llm_tokens_squared=1300)
 
 
@@ -263,7 +263,7 @@ def test_one_tensor_rank_costs_what_it_did_bit_by_bit(tmp_path, name):
 
 def test_tokens_go_through_their_active_experts_and_ranks_hold_all():
     text = {"model_type": "qwen3_moe", "moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 2}
-    records = layer_records(CONFIG | {"text_config": CONFIG["text_config"] | text | {"mlp_only_layers": [1]}})
+    records = internvl_records(CONFIG | {"text_config": CONFIG["text_config"] | text | {"mlp_only_layers": [1]}})
     routed, dense = (
         {layer.name: layer for layer in analytic_profile(records, COUNTER, tensor_parallel=degree).layers}
         for degree in (1, 2)

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from omnibal.config import LoraSection
 from omnibal.device import DEVICES
-from omnibal.families.cuts import check_degree
+from omnibal.families.parts import check_degree
 from omnibal.loss import WHOLE
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LEVELS

@@ -3,7 +3,7 @@
 import numpy as np
 
 from omnibal.data.lengths import SampleLengths
-from omnibal.families.internvl import num_tiles
+from omnibal.families.tiled import num_tiles
 from tools.synthetic import INTERNVL_MIX, TOKENS_PER_TILE, SyntheticSource, tiled_lengths
 
 SAMPLES = 100_000

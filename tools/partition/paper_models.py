@@ -8,7 +8,7 @@ from typing import Any
 from omnibal.cluster import Cluster, Links
 from omnibal.data.limits import PackLimits
 from omnibal.device import DEVICES, Device
-from omnibal.families.internvl import layer_records
+from omnibal.families.tiled import internvl_records
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LayerCost, ModelProfile
 
@@ -123,7 +123,7 @@ def counted_profile(
         "text_config": LANGUAGE[row.language],
         "tie_word_embeddings": False,
     }
-    profile = analytic_profile(layer_records(config), device, tensor_parallel=row.tensor_parallel, frozen=frozen)
+    profile = analytic_profile(internvl_records(config), device, tensor_parallel=row.tensor_parallel, frozen=frozen)
     factor = factor_of(row) if vision_factor is None else vision_factor
     layers = [scaled(layer, factor) if layer.module != "language" else layer for layer in profile.layers]
     return replace(profile, layers=tuple(layers))
