@@ -107,7 +107,7 @@ def _text(text: str) -> str:
 
 def commands() -> str:
     """Every command as Markdown, as typer tells it."""
-    tell = [sys.executable, "-m", "typer", "omnibal.cli", "utils", "docs", "--name", "omnibal"]
+    tell = [sys.executable, "-m", "typer", "omnibal.cli.main", "utils", "docs", "--name", "omnibal"]
     text = subprocess.run(tell, capture_output=True, text=True, check=True).stdout
     return EXAMPLE.sub(_as_code, text[text.index("## ") :])
 

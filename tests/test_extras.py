@@ -29,7 +29,7 @@ RUN_ALL = (
     BASE_ONLY
     + """
 from typer.testing import CliRunner
-from omnibal.cli import app
+from omnibal.cli.main import app
 results = {}
 for name, arguments in json.loads(sys.argv[1]).items():
     result = CliRunner().invoke(app, arguments)

@@ -21,7 +21,7 @@ def test_importing_the_package_loads_nothing_heavy():
 
 
 def test_help_and_version_load_no_verb():
-    call = "import contextlib, io\nfrom omnibal.cli import app\nwith contextlib.redirect_stdout(io.StringIO()):"
+    call = "import contextlib, io\nfrom omnibal.cli.main import app\nwith contextlib.redirect_stdout(io.StringIO()):"
     for option in ("--help", "-h", "--version"):
         assert loaded_by(f"{call}\n    app(['{option}'], standalone_mode=False)", HEAVY + SLOW) == set()
 

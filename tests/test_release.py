@@ -24,7 +24,7 @@ assert not Path(omnibal.__file__).is_relative_to(sys.argv[1]), omnibal.__file__
 sampler = BalancedBatchSampler(SampleLengths([1, 2, 3, 4], [8, 9, 7, 6]), PackLimits(8, 24), num_replicas=1, rank=0)
 assert sorted(sum(sampler, [])) == [0, 1, 2, 3]
 from typer.testing import CliRunner
-from omnibal.cli import app
+from omnibal.cli.main import app
 done = CliRunner().invoke(app, ["--version"])
 assert done.exit_code == 0, done.output
 print(json.dumps(done.output.split()[-1]))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from omnibal.cli import app
+from omnibal.cli.main import app
 from omnibal.dispatch.divide import divide
 from tests.engine.demo import demo_config
 

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from omnibal import vlm
 from omnibal.advise import estimate, layouts
-from omnibal.cli import app
+from omnibal.cli.main import app
 from omnibal.demo import write_demo
 from omnibal.families.base import LayerRecord
 from omnibal.planner import packings

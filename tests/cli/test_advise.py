@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from omnibal.advise.measuring import measure
 from omnibal.advise.models import read_model
 from omnibal.advise.present import Present
-from omnibal.cli import app
+from omnibal.cli.main import app
 from omnibal.data.lengths import SampleLengths
 from omnibal.formats.conversations import open_dataset
 from tools.synthetic import tiled_lengths
@@ -19,7 +19,7 @@ from tools.synthetic import tiled_lengths
 RUN = ("--model", "InternVL3-8B", "--cluster", "8xA100-80GB")
 PROBE = """
 import sys
-from omnibal.cli import app
+from omnibal.cli.main import app
 try:
     app(sys.argv[1:])
 except SystemExit as end:

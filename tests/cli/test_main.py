@@ -5,7 +5,7 @@ from importlib.metadata import version
 
 import pytest
 
-from omnibal.cli import MOVED, VERBS
+from omnibal.cli.main import MOVED, VERBS
 
 
 def test_help_names_every_verb_with_the_first_line_of_its_docstring(omnibal):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from omnibal.cli import app
+from omnibal.cli.main import app
 from omnibal.config import dtype_of
 from omnibal.data.limits import largest_load
 from omnibal.plan import Plan

@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 from typer.main import get_command
 
-from omnibal.cli import MOVED, VERBS, app
+from omnibal.cli.main import MOVED, VERBS, app
 from omnibal.config import OmnibalSection
 from omnibal.families import FAMILIES
 

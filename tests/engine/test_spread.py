@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 from typer.testing import CliRunner
 
-from omnibal.cli import app
+from omnibal.cli.main import app
 from omnibal.cluster import Encoder
 from omnibal.engine.checkpoint import export
 from omnibal.engine.resolve import check_run

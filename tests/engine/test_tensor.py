@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import InternVLForConditionalGeneration
 from typer.testing import CliRunner
 
-from omnibal.cli import app
+from omnibal.cli.main import app
 from omnibal.cluster import Encoder, Layout
 from omnibal.engine.checkpoint import export, read_manifest
 from omnibal.engine.initialize import warn_of_apart

@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen2AudioForConditionalGeneration
 from typer.testing import CliRunner
 
-from omnibal.cli import app
+from omnibal.cli.main import app
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.demo import vocabulary, write_model_folder

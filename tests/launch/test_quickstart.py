@@ -18,7 +18,7 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 from typer.testing import CliRunner
 
-from omnibal.cli import app
+from omnibal.cli.main import app
 from omnibal.data.limits import PackLimits
 from omnibal.engine.checkpoint import latest_checkpoint, newest_first
 from omnibal.pipeline.partition import Partition

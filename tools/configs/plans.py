@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from omnibal.cli import app
+from omnibal.cli.main import app
 from omnibal.cli.options import open_workspace
 from omnibal.data.lengths import SampleLengths
 from tools.synthetic import INTERNVL_MIX, TOKENS_PER_TILE, patch_lengths, tiled_lengths

@@ -25,7 +25,7 @@ import numpy as np
 from typer.testing import CliRunner
 
 from omnibal import BalancedBatchSampler, PackLimits, SampleLengths
-from omnibal.cli import app
+from omnibal.cli.main import app
 from omnibal.data.mixture import Knot, Mixture
 from tests.engine.launch import launch
 from tools.synthetic import patch_lengths, tiled_lengths
