@@ -12,6 +12,8 @@ from typing import Any, Final, TypeVar, cast
 from numba import njit, types
 from numba.core import config, event
 from numba.core.caching import NullCache
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
 from numba.core.dispatcher import Dispatcher
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -59,10 +61,39 @@ def compiled_part(function: Function) -> Function:
     # Arguments that are many or nested take long to unpack from Python's objects, and to compile the code that does.
     # Nor does it count who refers to its arrays (``_nrt``): its callers hold them, and counters are atomic, which is
     # slow where a call of many arrays does little.
-    return cast(Function, _dispatcher(function, no_cpython_wrapper=True, _nrt=False))
+    return cast(Function, _dispatcher(function, no_cpython_wrapper=True, _nrt=False, pipeline_class=_PartCompiler))
 
 
-def _dispatcher(function: Function, **options: bool) -> Dispatcher | Function:
+class _PartLibrary(JITCodeLibrary):  # type: ignore[misc]
+    """The code of a part, which is linked into its callers and optimized and translated there.
+
+    numba would do that for the part alone, too: code that stands under four callers, one in another, four times more.
+    """
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        return 0  # as numba answers for what has no entrance for Python
+
+    @property
+    def codegen(self) -> Any:  # numba asks it for `set_env` only
+        return self
+
+    def set_env(self, name: str, env: Any) -> None:
+        """Objects for exceptions, which parts do not raise; code from the cache has none of its parts, either."""
+
+
+class _PartCompiler(Compiler):  # type: ignore[misc]
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)  # type: ignore[no-untyped-call]
+        self.state.library = _PartLibrary(self.state.targetctx.codegen(), "part")  # type: ignore[no-untyped-call]
+
+
+def _dispatcher(function: Function, **options: Any) -> Dispatcher | Function:
     """Numba's function; the plain one where NUMBA_DISABLE_JIT is set."""
     dispatcher = njit(**OPTIONS | options)(function)
     if not isinstance(dispatcher, Dispatcher):

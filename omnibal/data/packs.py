@@ -1,7 +1,7 @@
 """Packs: which samples share a micro-batch."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -107,14 +107,15 @@ class Packs:
     def load(self, lengths: SampleLengths) -> Load:
         """What each pack holds, one entry per pack; squares are summed within samples."""
         vision_squared = 0 if lengths.vision_squared is None else self.sums(lengths.vision_squared)
-        squares = _pack_sums(lengths.llm_tokens, self.samples, self.starts, True)
+        squares = self.sums(lengths.llm_tokens, squared=True)
         targets = None if lengths.target_tokens is None else self.sums(lengths.target_tokens)
         sounds = 0 if lengths.sound_units is None else self.sums(lengths.sound_units)
         return Load(self.vision_units(lengths), self.llm_tokens(lengths), squares, vision_squared, targets, sounds)
 
-    def sums(self, values: IntArray) -> npt.NDArray[np.int64]:
-        """Sum of ``values[sample]`` over the samples of each pack; 0 for an empty pack."""
-        sums: npt.NDArray[np.int64] = _pack_sums(values, self.samples, self.starts, False)
+    def sums(self, values: IntArray, *, squared: bool = False) -> npt.NDArray[np.int64]:
+        """Sum of ``values[sample]``, or of its square, over the samples of each pack; 0 for an empty pack."""
+        sums = np.zeros(len(self), dtype=np.int64)
+        _add_up(values, self.samples, self.starts, squared, sums)
         return sums
 
 
@@ -182,14 +183,12 @@ def _starts(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 @compiled
-def _pack_sums(values: IntArray, samples: IntArray, starts: IntArray, squared: bool) -> Any:
-    """Sum the values, or their squares, of every pack's samples, in 64 bits whatever the values have."""
-    sums = np.zeros(len(starts) - 1, dtype=np.int64)
+def _add_up(values: IntArray, samples: IntArray, starts: IntArray, squared: bool, sums: IntArray) -> None:
+    """Add the values, or their squares, of every pack's samples, in 64 bits whatever the values have."""
     for pack in range(len(sums)):
         for position in range(starts[pack], starts[pack + 1]):
             value = np.int64(values[samples[position]])
             sums[pack] += value * value if squared else value
-    return sums
 
 
 @compiled

@@ -41,6 +41,10 @@ REPAIRS: Final = 16
 """Exchanges that a repair may try, per pack of the window."""
 PLACE_BITS: Final = 20
 """Bits of a pack's place in its window."""
+LEVEL, HEAVIEST, EVEN_VISION, REPAIR = range(4)
+"""Ways in which packs meet."""
+NO_SEED: Final = np.uint64(0)
+NOBODY: Final = np.zeros((0, 0), dtype=np.int64)
 ALL_LOADS: Final = -1
 """Stands for the sum of a pack's loads where a column is asked for."""
 
@@ -55,21 +59,21 @@ def level_window(tables: Tables, rules: Rules, seed: np.uint64) -> int:
         repair(tables, rules, seed)
     # Packs are levelled before they are repaired: else repairs, which do not watch mixes, have so much to do that steps
     # are less random (χ² 1.15 in place of 0.61 under a mixture, 16/5120 and 512 ranks).
-    level_parts(tables, rules, rules.step_packs, effort.step_rounds, False)
+    meet(tables, rules, LEVEL, rules.step_packs, effort.step_rounds)
     for index in range(effort.passes):
         last = index == effort.passes - 1
         # A pass draws at most 16 · number times (8 rounds, 2 each per pack): no two passes draw the same.
-        even_vision(tables, rules, group_packs, seed + np.uint64(index * number << 8))
+        meet(tables, rules, EVEN_VISION, group_packs, seed=seed + np.uint64(index * number << 8))
         # Repaired in the first pass, so that all that follows levels packs which fit, and mends the mixes again.
         if index == 0:
             left = repair(tables, rules, seed)
             if left > max(number // HOPELESS, FEW):
                 return left
-        level_parts(tables, rules, group_packs, effort.group_rounds, False)
+        meet(tables, rules, LEVEL, group_packs, effort.group_rounds)
         # Exchanges with other steps have moved the steps' means of cost.
         center(tables, rules, False, last)
-        level_parts(tables, rules, rules.step_packs, effort.step_rounds, False)
-    level_parts(tables, rules, rules.step_packs, effort.heaviest_rounds, True)
+        meet(tables, rules, LEVEL, rules.step_packs, effort.step_rounds)
+    meet(tables, rules, HEAVIEST, rules.step_packs, effort.heaviest_rounds)
     # Levelling hands on what packs are over their limits, and never makes it more: what is left of it ends here.
     return repair(tables, rules, seed)
 
@@ -123,8 +127,31 @@ def _find_largest(samples: Int32Array, packs: Int64Array, column: int, largest: 
         largest[step] = most
 
 
+def meet(
+    tables: Tables, rules: Rules, how: int, part_packs: int = 0, rounds: int = 0, seed: np.uint64 = NO_SEED,
+    roomy: Int64Array = NOBODY, tries: int = 0,
+) -> int:  # fmt: skip
+    """Let packs meet in one of the ways below; of repairs, return how many more meetings there may be."""
+    return _meet(tables, rules, how, part_packs, rounds, seed, roomy, tries)
+
+
+# Of all ways this is the only entrance: for every entrance numba optimizes and translates again all that it calls, and
+# `exchange` takes most of the time.
 @compiled
-def level_parts(tables: Tables, rules: Rules, part_packs: int, rounds: int, heaviest_alone: bool) -> None:
+def _meet(
+    tables: Tables, rules: Rules, how: int, part_packs: int, rounds: int, seed: Any, roomy: Int64Array, tries: int
+) -> int:
+    if how == REPAIR:
+        return _repair_packs(tables, rules, roomy, seed, rounds, tries)
+    if how == EVEN_VISION:
+        _even_vision(tables, rules, part_packs, seed)
+    else:
+        _level_parts(tables, rules, part_packs, rounds, how == HEAVIEST)
+    return 0
+
+
+@compiled_part
+def _level_parts(tables: Tables, rules: Rules, part_packs: int, rounds: int, heaviest_alone: bool) -> None:
     """In each part, let the heaviest pack meet the lightest, the second heaviest the second lightest, and so on.
 
     Args:
@@ -162,8 +189,8 @@ def level_parts(tables: Tables, rules: Rules, part_packs: int, rounds: int, heav
                 break
 
 
-@compiled
-def even_vision(tables: Tables, rules: Rules, group_packs: int, seed: Any) -> None:
+@compiled_part
+def _even_vision(tables: Tables, rules: Rules, group_packs: int, seed: Any) -> None:
     """Let packs with too many vision units meet packs with too few, of any steps of a group.
 
     Not all can be levelled with each other: 18 = 5 + 5 + 5 + 3 and 15 = 5 + 5 + 5 make no 16 and 17. One that finds no
@@ -213,13 +240,14 @@ def repair(tables: Tables, rules: Rules, seed: np.uint64) -> int:
         # The first ones in these orders have most room. With its place behind it, no room equals another one: so all
         # machines sort alike.
         roomy = np.argsort(np.ascontiguousarray(-rooms << PLACE_BITS) + np.arange(number))
-        tries = repair_packs(tables, rules, roomy, seed + np.uint64(round_index * number << 20), round_index, tries)
+        draws = seed + np.uint64(round_index * number << 20)
+        tries = meet(tables, rules, REPAIR, 0, round_index, draws, roomy, tries)
         rooms = tables.packs[:, room_columns].T
     return int((rooms < 0).any(axis=0).sum())
 
 
-@compiled
-def repair_packs(tables: Tables, rules: Rules, roomy: Int64Array, seed: Any, round_index: int, tries: int) -> int:
+@compiled_part
+def _repair_packs(tables: Tables, rules: Rules, roomy: Int64Array, seed: Any, round_index: int, tries: int) -> int:
     """Let every pack over a limit meet roomy ones and random ones in turns; return how many more meetings there may be.
 
     Args:

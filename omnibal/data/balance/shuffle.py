@@ -32,7 +32,8 @@ def shuffled(size: int, first: int, last: int, keys: UInt64Array) -> npt.NDArray
     ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9], np.True_)
     """
     bits = max(int(size - 1).bit_length(), LEAST_BITS)
-    order: npt.NDArray[np.int64] = _shuffled(np.uint64(size), first, last, bits, keys)
+    order = np.empty(last - first, dtype=np.int64)
+    _write_order(np.uint64(size), first, bits, keys, order)
     return order
 
 
@@ -50,17 +51,16 @@ def scrambled(value: Any) -> Any:
 
 
 @compiled
-def _shuffled(size: Any, first: int, last: int, bits: int, keys: UInt64Array) -> Any:
-    order = np.empty(last - first, dtype=np.int64)
+def _write_order(size: Any, first: int, bits: int, keys: UInt64Array, order: npt.NDArray[np.int64]) -> None:
     low_bits = np.uint64(bits // 2)
     high_bits = np.uint64(bits - bits // 2)
     one = np.uint64(1)
     low_mask = (one << low_bits) - one
     high_mask = (one << high_bits) - one
-    for place in range(first, last):
+    for index in range(len(order)):
         # The place in two halves; each round mixes one of them with a scrambled key and the other one. Every round can
         # be undone, so different places become different values.
-        value = np.uint64(place)
+        value = np.uint64(first + index)
         while True:
             low, high = value & low_mask, value >> low_bits
             for turn in range(0, ROUNDS, 2):
@@ -69,5 +69,4 @@ def _shuffled(size: Any, first: int, last: int, bits: int, keys: UInt64Array) ->
             value = (high << low_bits) | low
             if value < size:
                 break  # else it is encrypted once more
-        order[place - first] = value
-    return order
+        order[index] = value

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnibal.data.balance.levelling import center, even_vision, level_parts, level_window, repair
+from omnibal.data.balance.levelling import EVEN_VISION, HEAVIEST, LEVEL, center, level_window, meet, repair
 from omnibal.data.balance.tables import COST_OVER_MEAN, TOKEN_ROOM, VISION_OVER_MEAN, VISION_ROOM
 from tests.data.balance.tables import check_window, make_rules, make_window, members_of
 
@@ -35,9 +35,9 @@ def test_the_heaviest_pack_meets_all_others():
     members = [list(range(pack, len(costs), 4)) for pack in range(4)]
     window = make_window([(0, cost, 0) for cost in costs], members, rules)
     window.packs[:, COST_OVER_MEAN] -= sum(costs) // 4
-    level_parts(window, rules, 4, 4, False)
+    meet(window, rules, LEVEL, 4, 4)
     before = window.packs[:, COST_OVER_MEAN].max()
-    level_parts(window, rules, 4, 4, True)
+    meet(window, rules, HEAVIEST, 4, 4)
     check_window(window, rules, [(0, sum(costs) // 4)] * 4)
     assert window.packs[:, COST_OVER_MEAN].max() <= before
 
@@ -51,7 +51,7 @@ def test_the_next_heaviest_pack_meets_all_others_too():
     rules = make_rules(32)
     targets = [(0, sum(costs) // 32)] * 32
     window = make_window([(0, cost, 0) for cost in costs], members, rules, targets=targets)
-    level_parts(window, rules, 32, 4, True)
+    meet(window, rules, HEAVIEST, 32, 4)
     check_window(window, rules, targets)
     assert max(sum(costs[sample] for sample in pack) for pack in members_of(window)) <= PACK
 
@@ -66,7 +66,7 @@ def test_an_excess_finds_its_counterpart_in_another_step():
     rules = make_rules(2, group_steps=64, tolerance=750)
     targets = [(16_000, 0)] * 32
     window = make_window([(1000 * tile, 0, 0) for tile in tiles], members, rules, targets=targets)
-    even_vision(window, rules, 64, np.uint64(1))
+    meet(window, rules, EVEN_VISION, 64, seed=np.uint64(1))
     check_window(window, rules, targets)
     assert [sum(tiles[sample] for sample in pack) for pack in members_of(window)] == [16] * 32
 
@@ -105,5 +105,5 @@ def test_others_are_levelled_beside_a_sample_that_fills_its_pack():
     assert window.packs[:, VISION_OVER_MEAN].tolist() == [20, 10, -10]
     assert window.packs[:, COST_OVER_MEAN].tolist() == [1200 << 10, 400 << 10, -400 << 10]
     assert window.free.tolist() == [[20]]
-    level_parts(window, rules, 3, 4, False)
+    meet(window, rules, LEVEL, 3, 4)
     assert sorted(map(sorted, members_of(window))) == [[0], [1], [2, 3, 4]]  # costs of 900 and 700, units of 30 and 30
