@@ -19,7 +19,6 @@ from omnibal.errors import ConfigError
 from omnibal.families import family_of, layer_records
 from omnibal.families.base import Config, ImageRule, LayerRecord, SoundRule, VideoRule, vision_unit_of
 from omnibal.families.qwen_vl import IMAGE_PIXELS, pixel_limits
-from omnibal.formats.ties import with_own_ties
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
 from omnibal.records import read_json
@@ -143,6 +142,8 @@ def read_model(named: str) -> Model:
     config = read_json(path / "config.json" if path.is_dir() else path, "model")
     if not isinstance(config, dict) or "model_type" not in config:
         raise ConfigError(f"model must be a Hugging Face folder or a config.json with a model_type, got {path}")
+    from omnibal.formats.model_format import with_own_ties  # which loads Pillow
+
     config = with_own_ties(config, folder)
     found = {
         name: read_json(folder / name, "the preprocessor's configuration")

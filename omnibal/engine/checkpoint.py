@@ -381,7 +381,7 @@ def export(checkpoint: Path, folder: Path, *, merged: bool = False) -> None:
         if not merged:
             save_adapters(adapted, state_of, folder)
             return
-        state_of, spare = merged_states(adapted, state_of, base), spare or spare_weights(model, base, seed=0)
+        state_of, spare = merged_states(adapted, state_of, base), spare or spare_weights(model, base)
     names = load_json(source / NAMES_FILE) if (source / NAMES_FILE).is_file() else {}
     save_model(model, state_of, folder, spare=spare, names=names)
 

@@ -264,8 +264,8 @@ def build_engine(
     source = weights or resolved.weights_folder
     # PipelineModule makes its process groups and the layers of this rank's stage; weights are read as layers are made.
     module = module_class(resolved, plan, source)
-    seed, is_first = resolved.section.model.seed, dist.get_rank() == 0
-    spare = run_on_all_ranks(lambda: spare_weights(resolved.vlm, source, seed=seed) if is_first else {})
+    is_first = dist.get_rank() == 0
+    spare = run_on_all_ranks(lambda: spare_weights(resolved.vlm, source) if is_first else {})
     return engine_class(
         resolved=resolved,
         plan=plan,

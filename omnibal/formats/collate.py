@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from omnibal.errors import DataError
-
-IGNORED = -100
-"""Label of a token that carries no loss, as in transformers."""
+from omnibal.formats.text import IGNORED as IGNORED  # noqa: PLC0414  (handed on)
 
 Positions = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 """From a sample's token ids (tokens,) and integers by their names to positions (rows, tokens), int64; a DataError says

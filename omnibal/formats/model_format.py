@@ -1,4 +1,4 @@
-"""How a model's folder turns conversations and images into what the model reads.
+"""How a model's folder turns conversations and images into what the model reads, and whether its head is tied.
 
 What is particular to a family is in ``omnibal.families``. Image tokens are those of transformers' processors; these
 classes themselves need torchvision for their video halves, so that their image halves are used directly: the image
@@ -7,15 +7,15 @@ Pillow, as images' are.
 """
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import torch
+import numpy as np
 from PIL import Image
-from torch import Tensor
 
 from omnibal.errors import ConfigError, said
 from omnibal.families import family_of
@@ -32,6 +32,10 @@ from omnibal.formats.media import (
     video_header,
 )
 from omnibal.formats.text import PROBE, ChatTemplate, Render, Rendered, encode, render_chatml, text_start
+from omnibal.records import load_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # endings of the files of a model's folder that are not weights
 SETTINGS = (".json", ".jinja", ".txt", ".model")
@@ -143,7 +147,7 @@ class ModelFormat:
         """The loads of images of these sizes; a ``ValueError`` where the model refuses such an image."""
         return self._rule(max_tiles)[1](sizes)
 
-    def pixels(self, images: Sequence[Image.Image], max_tiles: int | None = None) -> dict[str, Tensor]:
+    def pixels(self, images: Sequence[Image.Image], max_tiles: int | None = None) -> "dict[str, Tensor]":
         """The images of a sample as the model takes them, by the names of its arguments.
 
         ``pixel_values`` are float32, those of all images one after another: tiles, (tiles, 3, height, width), or
@@ -153,6 +157,8 @@ class ModelFormat:
         processed = self._processor([list(images)], return_tensors="pt", **options)
         found = {name: processed[name] for name in self._processor.model_input_names if name in processed}
         if found["pixel_values"].ndim == PADDED_TILES:
+            import torch
+
             loads = rule([image.size for image in images])
             tiles = [padded[: load.vision_units] for padded, load in zip(found["pixel_values"], loads, strict=True)]
             found["pixel_values"] = torch.cat(tiles)
@@ -195,6 +201,8 @@ class ModelFormat:
             `VideoFormat.pixels` and `SoundFormat.features` return; ``pixel_values`` is None where there are none or
             they are not wanted.
         """
+        import torch
+
         (encoded,) = encode(self.tokenizer, [prepared.rendered])
         runs = {self.image_token_id: [load.llm_tokens for load in prepared.images.loads]} if self.family.sees else {}
         runs |= {self.video_token_id: [run for load in prepared.videos.loads for run in load.runs]}
@@ -300,3 +308,74 @@ def _named_token(tokenizer: Any, attribute: str, usual: str) -> str:
     if tokenizer.convert_tokens_to_ids(name) in (None, tokenizer.unk_token_id):
         raise ConfigError(f"tokenizer must know the token {name}, got a vocabulary of {len(tokenizer)} without it")
     return str(name)
+
+
+# Ties --------------------------------------------------------------------------------------------------------------
+# transformers ties head and embedding if the configuration says so, unless the folder holds both with different values.
+
+SINGLE_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
+_ENDS: Final = ("lm_head.weight", "embed_tokens.weight")  # of the names of head and embedding, in every family
+_TIE: Final = "tie_word_embeddings"
+_CHUNK: Final = 2**20  # bytes that are compared at a time
+
+
+def with_own_ties(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """The content of a ``config.json``; if the folder holds another head than its embedding, one that ties nothing."""
+    return as_tied(config, tied=False) if has_own_head(folder) else config
+
+
+def as_tied(config: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
+    """A configuration that says whether head and embedding are tied, wherever a family looks for it.
+
+    >>> as_tied({"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": True}}, tied=False)
+    {'tie_word_embeddings': False, 'text_config': {'tie_word_embeddings': False}}
+    """
+    parts = {name: as_tied(value, tied=tied) for name, value in config.items() if name.endswith("_config") and value}
+    return {**config, **parts, _TIE: tied}
+
+
+def is_tied(model: Any) -> bool:
+    """Whether the head of a transformers model in memory is its embedding, which its configuration need not know."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    return head is not None and getattr(head, "weight", head) is getattr(embedding, "weight", embedding)
+
+
+def has_own_head(folder: Path) -> bool:
+    """Whether a folder of weights holds a head and an embedding with different values; a broken file holds none.
+
+    Files are compared byte by byte: no torch is needed, and nothing is read if one of the two is missing.
+    """
+    try:
+        head, embedding = (_tensor(folder, end) for end in _ENDS)
+        if head is None or embedding is None:
+            return False
+        one, two = head.content, embedding.content
+        chunks = (slice(start, start + _CHUNK) for start in range(0, len(one), _CHUNK))
+        return head.kind != embedding.kind or not all(np.array_equal(one[chunk], two[chunk]) for chunk in chunks)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # whoever loads the weights says what is wrong
+        return False
+
+
+class _Tensor(NamedTuple):
+    kind: tuple[str, list[int]]  # its dtype and its shape
+    content: Any  # its bytes, memory-mapped
+
+
+def _tensor(folder: Path, end: str) -> _Tensor | None:
+    """The tensor whose name has an end, as a safetensors header says."""
+    files = [folder / SINGLE_FILE]  # which transformers takes before shards, too
+    if not files[0].is_file():
+        index = folder / INDEX_FILE
+        named = load_json(index)["weight_map"] if index.is_file() else {}
+        files = [folder / file for name, file in named.items() if name.endswith(end)]
+    for file in files:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(min(length, file.stat().st_size)))
+        for name, tensor in header.items():
+            if name.endswith(end):
+                start, stop = tensor["data_offsets"]
+                content = np.memmap(file, np.uint8, "r", 8 + length + start, (stop - start,))
+                return _Tensor((tensor["dtype"], tensor["shape"]), content)
+    return None

@@ -10,9 +10,10 @@ import numpy.typing as npt
 
 from omnibal.errors import ConfigError, said
 from omnibal.formats.chat import IMAGE_MARK, Conversation
-from omnibal.formats.collate import IGNORED
 
 PROBE = "probe"
+IGNORED = -100
+"""Label of a token that carries no loss, as in transformers."""
 
 Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]

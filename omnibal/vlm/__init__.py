@@ -21,9 +21,8 @@ from omnibal.families import family_of
 from omnibal.families.base import Family, LayerRecord
 from omnibal.families.parts import TEXT_MODELS, WITH_EXPERTS
 from omnibal.formats.chat import IMAGE_MARK, Conversation, Picture, Turn
-from omnibal.formats.model_format import ModelFormat, load_part
+from omnibal.formats.model_format import ModelFormat, has_own_head, is_tied, load_part, with_own_ties
 from omnibal.formats.text import Rendered
-from omnibal.formats.ties import has_own_head, is_tied, with_own_ties
 from omnibal.records import read_json
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.lora import adapters_of, add_adapters, base_of, load_adapters

@@ -220,23 +220,6 @@ class VisionLanguageModel:
         key = self.records[index].tied_key
         return index if key is None else [record.tied_key for record in self.records].index(key)
 
-    def build_spare(self, *, seed: int) -> dict[str, Tensor]:
-        """The weights of ``spare_names`` as transformers initialises them, in float32, by their names on disk."""
-        # Modules whose weights are all spare, the outermost ones: transformers initialises whole modules.
-        spare, built = set(self.spare_names), set[str]()
-        found: dict[str, Tensor] = {}
-        for path, module in self.skeleton.named_modules():
-            names = [f"{path}.{name}" for name in module.state_dict()]
-            in_larger = any(path.startswith(f"{larger}.") for larger in built)
-            if in_larger or not names or not spare.issuperset(map(self.disk_name, names)):
-                continue
-            built.add(path)
-            part = deepcopy(module).to_empty(device="cpu")
-            with _forked_generator(seed, len(self.records) + len(built)):
-                _initialise(part, self._initialiser(path), weights=True)
-            found |= {self.disk_name(f"{path}.{name}"): tensor for name, tensor in part.state_dict().items()}
-        return found
-
     def shapes(self) -> dict[str, torch.Size]:
         return {self.disk_name(name): tensor.shape for name, tensor in self.skeleton.state_dict().items()}
 

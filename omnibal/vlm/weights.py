@@ -20,7 +20,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.families.parts import Slice
-from omnibal.formats.ties import INDEX_FILE, SINGLE_FILE
+from omnibal.formats.model_format import INDEX_FILE, SINGLE_FILE
 from omnibal.records import load_json
 from omnibal.vlm.layers import VisionLanguageModel, is_adapter
 from omnibal.vlm.tensor import TensorGroup, part_of
@@ -81,22 +81,19 @@ def load_layer(
             targets[name].copy_(_checked(disk_name, stored, shapes, slices.get(name)))
 
 
-def spare_weights(
-    model: VisionLanguageModel, source: str | Path | Mapping[str, Tensor] | None, *, seed: int
-) -> dict[str, Tensor]:
-    """The weights that no layer has, by their names on disk: those that ``source`` has, else initial ones."""
-    # Such as a ViT's last block that LLaVA does not read: exported as it came, so that the folder is whole.
+def spare_weights(model: VisionLanguageModel, source: str | Path | Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """The weights that no layer has, by their names on disk: those that ``source`` has, else zeros."""
+    # Such as a ViT's last block, which LLaVA does not read: exported as it came, so that the folder is whole.
     names = model.spare_names
     if not names:
         return {}
     shapes = model.shapes()
     stored = {} if source is None else _stored_weights(model, source)
-    there = [name for name in names if name in stored]
-    found = {} if len(there) == len(names) else model.build_spare(seed=seed)
-    for name in there:
-        # A copy: a model in memory may change its tensors later.
-        found[name] = _checked(name, stored, shapes).to("cpu", copy=True)
-    return found
+    # Copies: a model in memory may change its tensors later.
+    return {
+        name: _checked(name, stored, shapes).to("cpu", copy=True) if name in stored else torch.zeros(shapes[name])
+        for name in names
+    }
 
 
 def other_names(model: VisionLanguageModel, folder: str | Path) -> dict[str, str]:
@@ -133,7 +130,7 @@ def save_model(
             for name, tensor in state.items():
                 disk_name = disk_names[name]
                 writer.add(names.get(disk_name, disk_name), tensor.detach().cpu().contiguous())
-    for name, tensor in (model.build_spare(seed=0) if spare is None else spare).items():
+    for name, tensor in (spare_weights(model, None) if spare is None else spare).items():
         writer.add(names.get(name, name), tensor)
     writer.close()
     # transformers writes both into config.json, and reads weights in this dtype.
@@ -224,15 +221,13 @@ def _own_names(model: VisionLanguageModel, index: int) -> dict[str, str]:
 def _checked(
     name: str, stored: Mapping[str, Stored], shapes: Mapping[str, torch.Size], own: Slice | None = None
 ) -> Tensor:
-    """A weight's values, or a slice of them; refused with all others of a wrong shape, if its whole shape is wrong."""
+    """A weight's values, or a slice of them."""
     entry = stored[name]
     if entry.shape() != tuple(shapes[name]):
-        wrong = [other for other in stored if other in shapes and stored[other].shape() != tuple(shapes[other])]
-        told = [
-            f"{one.name} must have shape {tuple(shapes[other])}, got {one.shape()} in {one.file}"
-            for other, one in ((other, stored[other]) for other in wrong)
-        ]
-        raise ConfigError(_some(told, separator="; "))
+        raise ConfigError(
+            f"{entry.name} must have shape {tuple(shapes[name])}, got {entry.shape()} in {entry.file}; "
+            "config.json must be the weights' own"
+        )
     tensor, problem = entry.read(own), None
     if tensor.is_meta:
         problem = "have values, got a tensor on the meta device"
@@ -279,8 +274,8 @@ def own_state(
     return {name: part_of(weight, own[name]) if name in own else weight for name, weight in whole.items()}
 
 
-def _some(names: list[str], separator: str = ", ") -> str:
-    return separator.join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 class _ShardWriter:
@@ -296,10 +291,10 @@ class _ShardWriter:
 
     def add(self, name: str, tensor: Tensor) -> None:
         # A tensor larger than a shard gets a file of its own.
-        if self._pending and _num_bytes(*self._pending.values(), tensor) > self._max_bytes:
+        if self._pending and sum(held.nbytes for held in self._pending.values()) + tensor.nbytes > self._max_bytes:
             self._flush()
         self._pending[name] = tensor
-        self._total_bytes += _num_bytes(tensor)
+        self._total_bytes += tensor.nbytes
         self.dtype = self.dtype or tensor.dtype
 
     def close(self) -> None:
@@ -323,10 +318,6 @@ class _ShardWriter:
 
     def _temporary(self, shard: int) -> Path:
         return self._folder / f"shard{shard}.partial"
-
-
-def _num_bytes(*tensors: Tensor) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 # Arrays and their numbers name these, beside what torch itself allows: tensors, containers, numbers and strings.

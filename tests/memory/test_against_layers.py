@@ -30,7 +30,7 @@ SAMPLES = [make_sample(1, tiles=(2, 1)), make_sample(2, question=9), make_sample
 @cache
 def measured():
     model = load_model(tiny_config())
-    return model, measure_profile(model, LIMITS, max_spread=float("inf"))
+    return model, measure_profile(model, LIMITS)
 
 
 def load_of(pack):

@@ -72,7 +72,7 @@ def test_all_layouts_of_names_load(tmp_path, family, layout):
     with torch.no_grad():
         assert_close(run_layers(layers, pack_of(model, samples))[0], torch.cat(logits), rtol=1e-4, atol=2e-5)
     state = {model.disk_name(name): tensor for name, tensor in plain.state_dict().items()}
-    spare = spare_weights(model, tmp_path, seed=0)
+    spare = spare_weights(model, tmp_path)
     assert spare.keys() == set(model.spare_names)
     assert all(torch.equal(tensor, state[name]) for name, tensor in spare.items())
     # transformers saves what it has loaded under the names that it came with; so do exports
@@ -124,7 +124,7 @@ def test_what_is_written_loads_in_transformers_and_parts_behind_the_features_sta
     plain = plain_family_model(config)
     plain.save_pretrained(tmp_path)
     model = load_model(tmp_path)
-    layers, spare = layers_of(model, tmp_path), spare_weights(model, tmp_path, seed=0)
+    layers, spare = layers_of(model, tmp_path), spare_weights(model, tmp_path)
     with torch.no_grad():
         for layer in {id(layer): layer for layer in layers}.values():
             for parameter in layer.parameters():
@@ -187,10 +187,9 @@ def test_only_what_lies_behind_the_features_is_spare(family):
     behind = tuple(f"vision_tower.vision_model.{part}." for part in {"post_layernorm", *last})
     assert model.spare_names and all(name.startswith(behind) for name in model.spare_names)
     assert len(model.spare_names) == (2 if family == "llava_onevision" else 18)
-    drawn = spare_weights(model, None, seed=3)
-    again = spare_weights(model, None, seed=3)
+    drawn = spare_weights(model, None)
     assert drawn.keys() == set(model.spare_names)
-    assert all(value.isfinite().all() and torch.equal(value, again[name]) for name, value in drawn.items())
+    assert not any(value.any() for value in drawn.values())
 
 
 @pytest.mark.parametrize("family", LLAVA)
@@ -201,7 +200,7 @@ def test_a_spare_tensor_of_another_shape_is_named(tmp_path, family):
     name = next(name for name in state if "post_layernorm.bias" in name)
     save_file(state | {name: torch.ones(3)}, file)
     with pytest.raises(ConfigError, match=rf"{name} must have shape \(32,\), got \(3,\)"):
-        spare_weights(model, tmp_path, seed=0)
+        spare_weights(model, tmp_path)
 
 
 @pytest.mark.parametrize("family", TRAINED)

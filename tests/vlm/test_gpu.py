@@ -93,7 +93,7 @@ def test_kept_bytes_are_what_the_allocator_says(level):
 
 def test_a_profile_is_measured_on_the_device():
     model = load_model(tiny_config())
-    profile = measure_profile(model, PackLimits(4, 64), dtype=torch.bfloat16, device="cuda", max_spread=float("inf"))
+    profile = measure_profile(model, PackLimits(4, 64), dtype=torch.bfloat16, device="cuda")
     assert this_device().type == "cuda"
     assert profile.device == device_name(torch.device("cuda")) == torch.cuda.get_device_name()
     for layer in profile.layers:

@@ -1,4 +1,3 @@
-import re
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -235,12 +234,11 @@ def test_frozen_layers_run_backward_to_their_inputs_only(profile, frozen_profile
 
 def test_doubtful_measurements_come_with_a_warning(monkeypatch):
     monkeypatch.setattr(measure, "STEPS", 2)
+    monkeypatch.setattr("omnibal.vlm.measure.MAX_SPREAD", -9.0)
     with pytest.warns(MeasurementWarning) as warned:
-        measure_profile(MODEL, PackLimits(1, 20), max_spread=-9.0)
-    messages = [str(warning.message) for warning in warned if warning.category is MeasurementWarning]
-    assert "repeated passes should differ by at most -900%, got" in messages[0]
-    pairs = [re.search(r"for (\S+) and .* for (\S+);", message).groups() for message in messages[1:]]
-    assert pairs == [("vision_block.0", "vision_block.1"), ("decoder_block.0", "decoder_block.1")]
+        measure_profile(MODEL, PackLimits(1, 20))
+    (message,) = [str(warning.message) for warning in warned if warning.category is MeasurementWarning]
+    assert "repeated passes should differ by at most -900%, got" in message
 
 
 def test_frozen_kinds_must_occur():

@@ -53,7 +53,7 @@ def _config(text: str, vision: dict) -> InternVLConfig:
 
 def _errors(model: VisionLanguageModel, dtype: torch.dtype) -> list[np.ndarray]:
     """For each level the errors of all layers on all packs, of layers that keep anything."""
-    profile = measure_profile(model, LIMITS, dtype=dtype, max_spread=float("inf"))
+    profile = measure_profile(model, LIMITS, dtype=dtype)
     return [np.concatenate([_on_pack(model, profile, pack, level, dtype) for pack in PACKS]) for level in LEVELS]
 
 

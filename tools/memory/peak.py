@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("schedules", nargs="*", default=list(CUTS), help="all, if none are named")
     schedules = parser.parse_args().schedules
     torch.set_num_threads(1)
-    profile = measure_profile(model(), PackLimits(TILES, SAMPLES * TOKENS), max_spread=float("inf"))
+    profile = measure_profile(model(), PackLimits(TILES, SAMPLES * TOKENS))
     targets = SAMPLES * TOKENS - TILES * TOKENS_PER_TILE
     load = Load(TILES, SAMPLES * TOKENS, SAMPLES * TOKENS**2, target_tokens=targets)
     layout = Layout(2, zero_stage=0, precision=profile.dtype)

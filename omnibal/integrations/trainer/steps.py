@@ -17,7 +17,7 @@ from omnibal.data.source_draws import typical_lengths
 from omnibal.data.step_size import KEPT, holds_one
 from omnibal.errors import ConfigError
 from omnibal.families import layer_records
-from omnibal.formats.ties import as_tied, is_tied
+from omnibal.formats.model_format import as_tied, is_tied
 from omnibal.packs.loading import PackSampler, PaddedSampler
 from omnibal.profile.counted import analytic_profile, device_to_count
 from omnibal.profile.records import ModelProfile
