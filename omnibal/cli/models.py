@@ -250,7 +250,7 @@ def _made_model(folder: Path, *, weights: bool, attention: str | None) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from omnibal.packs.row_lengths import small_config
+    from omnibal.packs.proof import small_config
 
     config = AutoConfig.from_pretrained(folder)
     options = {} if attention is None else {"attn_implementation": attention}

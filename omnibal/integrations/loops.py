@@ -33,11 +33,11 @@ from omnibal.integrations.trainer.settings import (
     sharding_of,
 )
 from omnibal.integrations.trainer.steps import AskedSteps, counted_profile, describe
+from omnibal.packs.apart import refuse_long_rows
 from omnibal.packs.collator import FAMILIES, Collator, PackCollator, SampleCollator
 from omnibal.packs.loading import Dataset, PackedView, PackSampler
 from omnibal.packs.losses import loss_per_target
 from omnibal.packs.proof import check_packed
-from omnibal.packs.row_lengths import refuse_long_rows
 from omnibal.ranks import rank_and_size
 
 if TYPE_CHECKING:  # hosts on torch 2.1 have it elsewhere

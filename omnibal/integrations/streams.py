@@ -17,10 +17,10 @@ from omnibal.feeds.buffer import BufferedSample, StreamSettings
 from omnibal.feeds.feed import micro_batches_of
 from omnibal.feeds.stream import StreamFeed
 from omnibal.integrations.loops import ItemCollator, item_loads, weight_of
+from omnibal.packs.apart import refuse_long_rows
 from omnibal.packs.collator import Collator, PackCollator
 from omnibal.packs.encoders import blank_samples
 from omnibal.packs.proof import check_packed, two_texts
-from omnibal.packs.row_lengths import refuse_long_rows
 from omnibal.ranks import gather, new_gloo_group, rank_and_size
 
 

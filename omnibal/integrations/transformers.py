@@ -38,11 +38,11 @@ from omnibal.integrations.trainer.settings import (
     wants_all_gradients,
 )
 from omnibal.integrations.trainer.steps import counted_profile, describe, expected_gains
+from omnibal.packs.apart import longest_row, refuse_long_rows
 from omnibal.packs.collator import FAMILIES, PackCollator, PaddedCollator, arguments_of, language_of, without_adapters
 from omnibal.packs.encoders import encode_in_every_evaluation
 from omnibal.packs.loading import PackedView, PackSampler
 from omnibal.packs.losses import Reduction
-from omnibal.packs.row_lengths import longest_row, refuse_long_rows
 from omnibal.profile.records import ModelProfile
 from omnibal.ranks import gather, watch
 

@@ -1,4 +1,4 @@
-"""What keeps the samples of a pack apart where transformers' own layers do not, or only by a mask.
+"""What keeps the samples of a pack apart where transformers' own layers do not, and which rows are too long for that.
 
 Three kinds of layers let something across, whatever positions and masks say:
 
@@ -8,25 +8,35 @@ Three kinds of layers let something across, whatever positions and masks say:
 - Gemma 3 and 4 see images whole, in both directions. transformers 5.23 looks for an image by its place in its sample
   where it should look by its place in the row, in layers with a window: such models get masks that are made here.
 - "dynamic" and "longrope" rotary embeddings follow the longest sample of a row: they run once for each long sample.
+
+| in the configuration | depends on | packs |
+|---|---|---|
+| rope type `dynamic` or `longrope`, transformers' modules | the longest sample of a row | get tables by sample |
+| the same in other code | the row's length | have a longest row |
+| `attn_temperature_tuning`, `use_logn_attn`, `use_dynamic_ntk` | a place in the row | the same |
+| windows, chunks, `llama_4_scaling_beta` | distances and positions in a sample | are exact if the code heeds them |
+
+Frequencies of "linear", "yarn", "llama3" and "proportional" are the same for all lengths.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial, reduce
 from inspect import signature
 from itertools import pairwise
 from operator import getitem
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from packaging.version import Version
 from torch import Tensor, nn
 
-from omnibal.packs.leaks import Leak, mapped
-from omnibal.packs.row_lengths import follows_length, transformers_model
+from omnibal.data.limits import PackLimits
+from omnibal.errors import ConfigError
 
 KINDS: Final = frozenset({"recurrent state", "convolution"})
 """Kinds of leaks that `StatefulLayers` stops."""
@@ -36,6 +46,22 @@ VARLEN_FLOOR: Final = Version("2.11")
 """The first torch whose kernel for packs takes a scale and a window."""
 IMAGE_BLOCKS: Final = "get_block_sequence_ids_for_mask"
 """What modules of transformers have whose models see images whole: the number of the image that each token is of."""
+BY_PLACE: Final = {
+    "attn_temperature_tuning": ("floor_scale", 1),
+    "use_logn_attn": ("seq_length", 0),
+    "use_dynamic_ntk": ("seq_length", 0),
+}
+"""By a field that switches on what depends on a token's place in its row: the field with the longest row that does not
+show it, and how many tokens that row lies below the number."""
+LONGROPE: Final = "longrope"
+WINDOWS: Final = "attention in windows"
+CHUNKS: Final = "attention in chunks"
+HEEDED: Final = (WINDOWS, CHUNKS)
+"""What masks of transformers apply within samples."""
+ROPE_FIELDS: Final = ("rope_parameters", "rope_scaling")
+FOLLOWING: Final = ("dynamic", LONGROPE)
+NOT_PACKED: Final = ("audio", "speech", "sound")
+"""Parts of names of sub-models whose rows are single sounds."""
 
 
 def attend_by_bounds(model: nn.Module) -> Callable[[], None] | None:
@@ -141,20 +167,20 @@ class StatefulLayers:
     A pack is one row whose position_ids restart, without a cache.
     """
 
-    def __init__(self, model: nn.Module, leaks: Iterable[Leak]) -> None:
+    def __init__(self, model: nn.Module, modules: Iterable[str]) -> None:
         from transformers.utils.import_utils import is_causal_conv1d_available, is_flash_linear_attention_available
 
         self.by_kernels = is_flash_linear_attention_available() and is_causal_conv1d_available()
         """Whether the kernels are given the samples' bounds; else layers run sample by sample."""
         decoders: dict[str, SampleBounds] = {}
-        for leak in leaks:
+        for leaking in modules:
             # Layers are numbered parts of the decoder, whose position_ids say where samples begin.
-            parts = leak.module.split(".")
+            parts = leaking.split(".")
             number = next((place for place, part in enumerate(parts) if part.isdecimal()), 1)
             name = ".".join(parts[: number - 1])
             if name not in decoders:
                 decoders[name] = SampleBounds(model.get_submodule(name))
-            module: Any = model.get_submodule(leak.module)
+            module: Any = model.get_submodule(leaking)
             self.by_kernels &= "kwargs" in signature(module.forward).parameters
             module.forward = partial(self._run, module.forward, decoders[name])
 
@@ -204,3 +230,167 @@ def _joined(outputs: Sequence[Any], rows: int, path: tuple[Any, ...], first: Ten
     """The rows of all samples, of an output that stands at ``path`` in each sample's outputs."""
     parts = [reduce(getitem, path, output) for output in outputs]
     return torch.cat(parts, next(dim for dim, size in enumerate(first.shape) if dim and size == rows))
+
+
+@contextmanager
+def evaluated(model: nn.Module) -> Iterator[None]:
+    """Without dropout, and with the rotary embeddings of a new model: transformers keeps those of longer rows."""
+    were_training = [module for module in model.modules() if module.training]
+    following = [module for module in model.modules() if follows_length(module)]
+    hooks = [module.register_forward_pre_hook(_renewed) for module in following]
+    model.eval()
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module in were_training:  # one by one: a frozen ViT may not have been training
+            module.training = True
+
+
+def _renewed(rotary: nn.Module, args: Any) -> None:
+    from omnibal.vlm.attention import renew  # loops of models from elsewhere need no transformers
+
+    renew(rotary)
+
+
+def mapped(value: Any, change: Callable[[tuple[Any, ...], Tensor], Tensor], path: tuple[Any, ...] = ()) -> Any:
+    """Arguments or outputs with their tensors changed; what holds no other tensor stays the same object."""
+    if isinstance(value, Tensor):
+        return change(path, value)
+    if isinstance(value, Mapping):
+        items = {key: mapped(each, change, (*path, key)) for key, each in value.items()}
+        if all(items[key] is value[key] for key in items):
+            return value
+        changed = copy.copy(value)  # transformers' ModelOutput among them
+        for key, each in items.items():
+            changed[key] = each  # type: ignore[index]
+        return changed
+    if type(value) in (tuple, list):
+        found = [mapped(each, change, (*path, place)) for place, each in enumerate(value)]
+        same = all(one is other for one, other in zip(found, value, strict=True))
+        return value if same else type(value)(found)
+    return value
+
+
+class Threshold(NamedTuple):
+    """A number in a configuration: rows or samples of more tokens are computed otherwise than shorter ones."""
+
+    part: tuple[str, ...]
+    """Where in the configuration ``field`` stands: attributes, or keys of dictionaries."""
+    field: str
+    tokens: int
+    word: str
+    """What depends on the length, as the configuration calls it."""
+    by_place: bool
+    """Whether a token's place in its row counts, where otherwise positions and distances in its sample do."""
+    below: int = 0
+    """The number in the configuration less ``tokens``."""
+
+    def __str__(self) -> str:
+        number = f"{self.tokens} tokens of a {'row' if self.by_place else 'sample'}"
+        return f"{number} ({'.'.join((*self.part, self.field))}: {self.word})"
+
+
+def thresholds(config: Any) -> list[Threshold]:
+    """What depends on length in a configuration of transformers, in all of its sub-models."""
+    return [*_of_part(config.to_dict(), ())]
+
+
+def _of_part(part: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[Threshold]:
+    for name, value in part.items():
+        if isinstance(value, Mapping) and not any(word in name for word in NOT_PACKED):
+            if name not in ROPE_FIELDS:
+                yield from _of_part(value, (*path, name))
+                continue
+            # Gemma's models have parameters for each kind of layer.
+            by_layer = {(): value} | {(key,): each for key, each in value.items() if isinstance(each, Mapping)}
+            for key, parameters in by_layer.items():
+                yield from _of_rope(part, path, (*path, name, *key), parameters)
+    for name, (field, below) in BY_PLACE.items():
+        if part.get(name) and isinstance(part.get(field), int):
+            yield Threshold(path, field, int(part[field]) - below, name, True, below)
+    for name, word in (("sliding_window", WINDOWS), ("attention_chunk_size", CHUNKS)):
+        if isinstance(part.get(name), int) and part.get(f"use_{name}", True):
+            yield Threshold(path, name, part[name], word, False)
+
+
+def _of_rope(
+    part: Mapping[str, Any], path: tuple[str, ...], own: tuple[str, ...], parameters: Mapping[str, Any]
+) -> Iterator[Threshold]:
+    kind = str(parameters.get("rope_type", parameters.get("type", "")))
+    original, fields = "original_max_position_embeddings", ((own, parameters), (path, part))
+    if "dynamic" in kind and isinstance(part.get("max_position_embeddings"), int):
+        yield Threshold(path, "max_position_embeddings", part["max_position_embeddings"], "dynamic", False)
+    elif kind in (LONGROPE, "su") or parameters.get("llama_4_scaling_beta"):
+        word = LONGROPE if kind in (LONGROPE, "su") else "llama_4_scaling_beta"
+        for where, numbers in fields:  # Phi-3 has the number in both
+            if isinstance(numbers.get(original), int):
+                yield Threshold(where, original, numbers[original], word, False)
+
+
+def longest_row(model: Any) -> Threshold | None:
+    """What limits the rows of a model: packs of several samples that hold more tokens are not exact."""
+    return min(_of_rows(transformers_model(model)), key=lambda each: each.tokens, default=None)
+
+
+def shown_by_samples(base: Any) -> list[Threshold]:
+    """What depends on a sample's own length alone, if packs keep samples apart: samples that are longer show it."""
+    of_rows = _of_rows(base)
+    return [each for each in _in_text(base) if each not in of_rows]
+
+
+def _of_rows(base: Any) -> list[Threshold]:
+    by_sample = any(follows_length(module) for module in base.modules())
+    return [each for each in _in_text(base) if each.by_place or (each.word in FOLLOWING and not by_sample)]
+
+
+def _in_text(base: Any) -> list[Threshold]:
+    config: Any = getattr(base, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return []
+    text = config.get_text_config()
+    names = [name for name in config.sub_configs if getattr(config, name, None) is not text]
+    return [each for each in thresholds(config) if each.part[:1] not in [(name,) for name in names]]
+
+
+def refuse_other_parts(base: Any) -> None:
+    """Refuse encoders whose rotary embeddings follow the largest image of a row, which no limit of tokens prevents."""
+    of_text = _in_text(base)
+    for each in thresholds(base.config) if hasattr(base, "config") else ():
+        if each.word in FOLLOWING and each not in of_text:
+            raise ConfigError(
+                f"rope_type of {each.part[0]} must not follow the other images of a row to train packs, got "
+                f"{each.word!r}; balance(..., padded=True) trains on padded batches"
+            )
+
+
+def follows_length(module: nn.Module) -> bool:
+    """Whether a module has rotary embeddings of transformers that follow the length of a row."""
+    if not any(name.endswith("original_inv_freq") for name, _ in module.named_buffers(recurse=False)):
+        return False
+    from omnibal.vlm.attention import length_types  # loops of models from elsewhere need no transformers
+
+    return bool(length_types(module))
+
+
+def refuse_long_rows(model: Any, limits: PackLimits | None) -> None:
+    """Refuse limits whose packs may be longer than the longest row that computes samples as alone."""
+    row = longest_row(model)
+    if row is not None and (limits is None or limits.llm_tokens > row.tokens):
+        raise ConfigError(
+            f"limits.llm_tokens must be at most {row.tokens} for packs of this model, which computes longer rows "
+            f"otherwise ({'.'.join((*row.part, row.field))}), got {'none' if limits is None else limits.llm_tokens}"
+        )
+
+
+def transformers_model(model: Any) -> Any:
+    """The model of transformers in wrappers, or the model itself."""
+    return next((part for part in model.modules() if hasattr(type(part), "config_class")), model)
+
+
+def plain_words(config: Any) -> Tensor:
+    """Token ids of a model that stand for no image, mark or end, in order."""
+    special = {value for name, value in config.to_dict().items() if name.endswith(("token_id", "token_index"))}
+    special |= {value for name, value in config.get_text_config().to_dict().items() if name.endswith("token_id")}
+    return torch.tensor([word for word in range(config.get_text_config().vocab_size) if word not in special])

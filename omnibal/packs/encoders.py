@@ -17,6 +17,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDe
 from omnibal.errors import ConfigError
 from omnibal.families import FAMILIES
 from omnibal.formats.collate import GRIDS, IGNORED
+from omnibal.packs.apart import plain_words
 from omnibal.packs.collator import (
     LEAST_FRAMES,
     PER_IMAGE,
@@ -30,7 +31,6 @@ from omnibal.packs.collator import (
     videos_of,
     without_adapters,
 )
-from omnibal.packs.leaks import plain_words
 
 IMAGE: Final = tuple(name for name in PER_IMAGE if name not in (*PER_VIDEO, *PER_SOUND))
 VIDEO: Final = ("pixel_values_videos", "video_grid_thw")

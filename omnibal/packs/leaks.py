@@ -12,10 +12,9 @@ of a recurrence or a convolution that is not reset, positions that go on countin
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
@@ -25,19 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from omnibal.errors import ConfigError
-from omnibal.packs.row_lengths import follows_length
+from omnibal.packs.apart import evaluated, mapped, plain_words
 
-EXACT: Final = 1e-3
-"""How far logits and gradients of a pack may be from its samples' alone, as a share of their norm, in 32 bits."""
-ROUNDED: Final = 0.05
-"""The same in 16 bits."""
-EXACT_64_BITS: Final = 1e-5
-"""The same in 64 bits, where norms, softmax and rotary tables still compute in 32."""
+# By bytes of a number. How far logits and gradients of a pack may be from its samples' alone, as a share of their norm;
+# in 64 bits norms, softmax and rotary tables still compute in 32.
+TOLERANCES: Final = {2: 0.05, 4: 1e-3, 8: 1e-5}
 # How far rows may be between two runs with equal shapes, as a share of the mean row's norm. They are equal to the bit,
 # but in mixtures of experts, whose products then have other shapes: a few roundings, which add up from layer to layer.
-NOISE: Final = 3e-5
-NOISE_16_BITS: Final = 0.01
-NOISE_64_BITS: Final = 1e-6
+NOISE: Final = {2: 0.01, 4: 3e-5, 8: 1e-6}
 KINDS: Final = (  # parts of class names, in this order, and what they are
     (("rotary", "position"), "positions"),
     (("delta", "mamba", "ssm", "recurrent", "lightning", "linearatt", "rwkv", "mixer"), "recurrent state"),
@@ -172,12 +166,12 @@ def compare(
     samples = [_sent(each, device) for each in alone]
     pack = _sent(packed, device)
     _check_rows(samples, pack)
-    with _evaluated(model):
+    with evaluated(model):
         seen = _ModuleTensors(model)
         with torch.no_grad():
             expected = [seen.run(sample, number) for number, sample in enumerate(samples)]
             found = seen.run(pack)
-        tolerance = ROUNDED if rounded else _by_size(found.dtype, ROUNDED, EXACT, EXACT_64_BITS)
+        tolerance = TOLERANCES[2 if rounded else found.dtype.itemsize]
         right = torch.cat(expected)
         error = float((found - right).float().norm() / right.float().norm())
         leaks: dict[str, Leak] = {}
@@ -192,28 +186,6 @@ def compare(
     order = {name: place for place, (name, _) in enumerate(model.named_modules())}
     in_order = sorted(leaks.values(), key=lambda leak: order[leak.module])
     return PackingCheck(tuple(in_order), error, of_weights, tolerance, "pixel_values" in pack)
-
-
-@contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
-    """Without dropout, and with the rotary embeddings of a new model: transformers keeps those of longer rows."""
-    were_training = [module for module in model.modules() if module.training]
-    following = [module for module in model.modules() if follows_length(module)]
-    hooks = [module.register_forward_pre_hook(_renewed) for module in following]
-    model.eval()
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module in were_training:  # one by one: a frozen ViT may not have been training
-            module.training = True
-
-
-def _renewed(rotary: nn.Module, args: Any) -> None:
-    from omnibal.vlm.attention import renew  # loops of models from elsewhere need no transformers
-
-    renew(rotary)
 
 
 def _sent(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -264,13 +236,6 @@ def _other_words(model: Any, ids: Tensor) -> Tensor:
     return torch.where(is_word, words[(places + 1) % len(words)], ids)
 
 
-def plain_words(config: Any) -> Tensor:
-    """Token ids of a model that stand for no image, mark or end, in order."""
-    special = {value for name, value in config.to_dict().items() if name.endswith(("token_id", "token_index"))}
-    special |= {value for name, value in config.get_text_config().to_dict().items() if name.endswith("token_id")}
-    return torch.tensor([word for word in range(config.get_text_config().vocab_size) if word not in special])
-
-
 def _rows(shapes: Sequence[torch.Size], packed: torch.Size) -> tuple[int, list[int]] | None:
     """The dimension in which tensors of samples lie one after another in a pack's, and their bounds; None: in none."""
     if not shapes or any(len(shape) != len(packed) for shape in shapes):
@@ -281,10 +246,6 @@ def _rows(shapes: Sequence[torch.Size], packed: torch.Size) -> tuple[int, list[i
         if sum(sizes) == size and rest == {(*packed[:dim], *packed[dim + 1 :])}:
             return dim, list(accumulate(sizes, initial=0))
     return None
-
-
-def _by_size(dtype: torch.dtype, in_16: float, in_32: float, in_64: float) -> float:
-    return {4: in_32, 8: in_64}.get(dtype.itemsize, in_16)
 
 
 Spot = tuple[str, int, bool, tuple[Any, ...]]
@@ -311,10 +272,8 @@ class _ModuleTensors:
                 self._shapes.setdefault(spot, {})[sample] = tensor.shape
             return tensor
 
-        logits = self._run(inputs, look)
-        if sample is None:
-            self._logits = logits
-        return logits
+        self._logits = self._run(inputs, look)  # the pack's, which is run last
+        return self._logits
 
     def run_changed(self, inputs: Mapping[str, Any], changed: int, rows: slice, leaks: dict[str, Leak]) -> None:
         """Find modules in which the pack's other samples do not stay as they were, if their logits do not.
@@ -324,7 +283,7 @@ class _ModuleTensors:
         differences = (self.model(**inputs)["logits"][0] - self._logits).float().norm(dim=1)
         differences[rows] = 0
         scale = self._logits.float().norm(dim=1).mean()
-        noise = _by_size(self._logits.dtype, NOISE_16_BITS, NOISE, NOISE_64_BITS)
+        noise = NOISE[self._logits.dtype.itemsize]
         if differences.max() <= noise * scale:
             return
         found: dict[str, Leak] = {}
@@ -420,25 +379,6 @@ class _ModuleTensors:
         return logits
 
 
-def mapped(value: Any, change: Callable[[tuple[Any, ...], Tensor], Tensor], path: tuple[Any, ...] = ()) -> Any:
-    """Arguments or outputs with their tensors changed; what holds no other tensor stays the same object."""
-    if isinstance(value, Tensor):
-        return change(path, value)
-    if isinstance(value, Mapping):
-        items = {key: mapped(each, change, (*path, key)) for key, each in value.items()}
-        if all(items[key] is value[key] for key in items):
-            return value
-        changed = copy.copy(value)  # transformers' ModelOutput among them
-        for key, each in items.items():
-            changed[key] = each  # type: ignore[index]
-        return changed
-    if type(value) in (tuple, list):
-        found = [mapped(each, change, (*path, place)) for place, each in enumerate(value)]
-        same = all(one is other for one, other in zip(found, value, strict=True))
-        return value if same else type(value)(found)
-    return value
-
-
 def _gradients_error(model: nn.Module, samples: Sequence[Mapping[str, Any]], pack: Mapping[str, Any]) -> float | None:
     """Distance of the pack's gradients from the sum of its samples', of the weight that is off most."""
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -454,7 +394,7 @@ def _gradients_error(model: nn.Module, samples: Sequence[Mapping[str, Any]], pac
     packed = torch.autograd.grad((logits * torch.cat(factors)).sum(), weights, materialize_grads=True)
     # Weights that hardly matter have gradients of rounding alone: all are measured by the mean weight's norm.
     norms = [float(each.float().norm()) for each in alone]
-    least = EXACT * sum(norms) / max(sum(norm > 0 for norm in norms), 1)
+    least = TOLERANCES[4] * sum(norms) / max(sum(norm > 0 for norm in norms), 1)
     return max(
         float((one - other).float().norm()) / max(norm, least)
         for one, other, norm in zip(packed, alone, norms, strict=True)

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from itertools import pairwise
 from typing import Any, Final
 from warnings import warn
@@ -20,25 +20,24 @@ from torch import Tensor
 
 from omnibal.errors import ConfigError
 from omnibal.packs.apart import (
+    HEEDED,
     KINDS,
     TYPES,
+    WINDOWS,
     StatefulLayers,
+    Threshold,
     attend_by_bounds,
     is_rotated_by_sample,
     mask_images,
-    rotate_by_sample,
-)
-from omnibal.packs.collator import FAMILIES, Collator, PackCollator, arguments_of, as_alone, positions_of, videos_of
-from omnibal.packs.leaks import Leak, PackingCheck, compare, plain_words
-from omnibal.packs.row_lengths import (
-    HEEDED,
-    WINDOWS,
+    plain_words,
     refuse_other_parts,
-    scaled_model,
+    rotate_by_sample,
     shown_by_samples,
     thresholds,
     transformers_model,
 )
+from omnibal.packs.collator import FAMILIES, Collator, PackCollator, arguments_of, as_alone, positions_of, videos_of
+from omnibal.packs.leaks import Leak, PackingCheck, compare
 
 SHAPES: Final = ((1, 0, 11), (0, 1, 14), (2, 0, 5), (0, 0, 8))
 """Images, videos and words of made-up samples: unlike in size, and no two of them with as many tokens."""
@@ -50,6 +49,24 @@ MOST_IN_64_BITS: Final = 2**28
 """Weights of a model that is checked in 64 bits: it takes three times its memory for a while."""
 NO_SMALL_MODEL: Final = (ConfigError, ValueError, TypeError, RuntimeError, LookupError, AttributeError)
 """What a model's code raises if its configuration cannot be made small."""
+
+# Of small models.
+FEW: Final = 2
+"""Layers and heads of a small model, where one of each kind needs no more."""
+WIDTHS: Final = ("embed_dim", "hidden_size")
+HEADS: Final = ("num_attention_heads", "num_heads")
+LAYERS: Final = ("num_hidden_layers", "depth")
+OUTPUTS: Final = ("out_hidden_size", "projection_dim", "text_hidden_size", "vision_output_dim")
+"""Widths that lead from the encoder to the language model."""
+SPECIAL_LAYERS: Final = ("deepstack_visual_indexes", "fullatt_block_indexes", "full_attn_idxs")
+LARGE: Final = {
+    "num_key_value_heads": 1, "intermediate_size": 64, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+"""Numbers of a part that a small model may have at most."""
+LARGE_WEIGHTS: Final = 0.1
+"""Standard deviation of random weights that let a leak show."""
 
 
 def check_packing(
@@ -131,7 +148,7 @@ def _kept_apart(
     rotate_by_sample(model)
     found = _by_bounds_if_exact(check, attend_by_bounds(model) if by_bounds else None)
     if _leaks_states(found):
-        layers = StatefulLayers(model, found.leaks)
+        layers = StatefulLayers(model, [leak.module for leak in found.leaks])
         found = check(isolation=True)
         if layers.by_kernels and not found.is_exact:
             layers.by_kernels = False
@@ -294,3 +311,58 @@ def as_pack(model: Any, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, An
     """Samples as `PackCollator` packs them."""
     collator = PackCollator(lambda items: items[0], positions_of(model.config))
     return collator.pack([{**sample, "labels": sample["input_ids"]} for sample in samples])
+
+
+def small_config(config: Any) -> Any:
+    """A model's configuration with few and narrow layers, one of each kind at least, and heads as wide as they are."""
+    small = copy.deepcopy(config)
+    text, vision = small.get_text_config(), getattr(small, "vision_config", None)
+    new_widths = {}  # by old width: what projectors and mergers lead to
+    for part in filter(None, (vision, text)):
+        width_name = next((name for name in WIDTHS if hasattr(part, name)), None)
+        heads_name = next((name for name in HEADS if hasattr(part, name)), None)
+        if width_name is None or heads_name is None:
+            raise ConfigError(
+                f"config of {config.model_type} must have one each of {', '.join(WIDTHS)} and of {', '.join(HEADS)} to "
+                "be made small, got neither or one"
+            )
+        width, heads = getattr(part, width_name), getattr(part, heads_name)
+        head_width = getattr(part, "head_dim", None) or width // heads
+        new_widths[width] = FEW * head_width
+        for name, most in (LARGE | {heads_name: FEW}).items():
+            if isinstance(getattr(part, name, None), int):
+                setattr(part, name, min(getattr(part, name), most))
+        # As many layers as one of each kind takes.
+        layers = next(name for name in LAYERS if hasattr(part, name))
+        kinds = getattr(part, "layer_types", None) or []
+        count = min(max([FEW, *(kinds.index(kind) + 1 for kind in kinds)]), getattr(part, layers))
+        setattr(part, layers, count)
+        if kinds:
+            part.layer_types = kinds[:count]
+        for special in SPECIAL_LAYERS:
+            if getattr(part, special, None):
+                setattr(part, special, [*range(min(count, len(getattr(part, special))))])
+    for part in filter(None, (small, text, vision)):
+        for name in (*WIDTHS, *OUTPUTS):
+            if getattr(part, name, None) in new_widths:
+                setattr(part, name, new_widths[getattr(part, name)])
+    return small
+
+
+def scaled_model(base: Any, tokens: int, long: Sequence[Threshold]) -> Any:
+    """A small model of the kind of ``base``, with random weights; more than ``tokens`` tokens show what is ``long``."""
+    small = small_config(base.config)
+    for each in long:
+        holder = reduce(lambda at, name: at[name] if isinstance(at, dict) else getattr(at, name), each.part, small)
+        number = max(min(tokens, each.tokens), 1) + each.below
+        if isinstance(holder, dict):
+            holder[each.field] = number
+        else:
+            setattr(holder, each.field, number)
+    if small._attn_implementation not in ("eager", "sdpa"):  # kernels that no CPU has
+        small._attn_implementation = "sdpa"
+    for part in (small, small.get_text_config()):
+        part.initializer_range = LARGE_WEIGHTS
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return type(base)(small).float().cpu()

@@ -447,8 +447,6 @@ def test_lines_say_what_is_expected_and_what_came(tmp_path, capsys):
     assert " hardly any sample shares a pack: more samples a step (samples_per_step=) or larger limits pack\n" in line
     assert " no gain here: 1.00x the samples a second of random batches is expected (counted" in line
     trainer.train()
-    out = capsys.readouterr().out
-    assert re.search(rf"omnibal: 22 samples in {2 * steps} steps of .* samples a second\n", out)
     assert "counted for A100-80GB, not measured" in line
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(logged) == steps

@@ -15,8 +15,7 @@ from omnibal.packs.apart import StatefulLayers, mask_images
 from omnibal.packs.collator import FAMILIES, as_alone
 from omnibal.packs.encoders import blank_image, image_tokens
 from omnibal.packs.leaks import compare
-from omnibal.packs.proof import as_pack, check_packed, check_packing, made_samples, two_texts
-from omnibal.packs.row_lengths import small_config
+from omnibal.packs.proof import as_pack, check_packed, check_packing, made_samples, small_config, two_texts
 from tests.families import models
 
 # What lets something across in transformers' own layers.
@@ -229,7 +228,7 @@ def test_layers_with_a_state_run_sample_by_sample():
     model = model_of("qwen3_5")
     samples = made_samples(model)
     leaks = check_packing(model).leaks
-    StatefulLayers(model, leaks)
+    StatefulLayers(model, [leak.module for leak in leaks])
     assert check_packing(model).is_exact
     pack = as_pack(model, samples)
     with torch.no_grad():  # whatever is no pack runs as before: rows with padding, and generation with its cache

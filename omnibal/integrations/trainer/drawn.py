@@ -42,10 +42,10 @@ from omnibal.integrations.trainer.settings import (
     recompute_of,
     sharding_of,
 )
+from omnibal.packs.apart import refuse_long_rows
 from omnibal.packs.collator import PackCollator, RowCollator, without_adapters
 from omnibal.packs.encoders import EncoderAdapter, encoders_of
 from omnibal.packs.proof import two_texts
-from omnibal.packs.row_lengths import refuse_long_rows
 from omnibal.profile.records import ModelProfile
 from omnibal.ranks import gather, rank_and_size, run_on_all_ranks
 from omnibal.vlm.weights import check_data, load_data
@@ -357,10 +357,6 @@ class StreamCallback(PacksCallback):
         super().__init__(trainer, feed, costs, sharding_of(trainer), lambda: check_model(trainer, *texts))
         self._loader, self._fate = loader, FATES.get(loader.made_from["oversized"])
 
-    @property
-    def vision_unit(self) -> str:
-        return "vision units"
-
     def go_on_from(self, made_from: Mapping[str, Any]) -> None:
         """Do nothing: packs of a stream follow no measured cost."""
 
@@ -373,7 +369,6 @@ class StreamCallback(PacksCallback):
         return super().logged() | {"oversized": self._loader.oversized}
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
-        super().on_train_end(args, state, control, **others)
         if self._loader.oversized and state.is_world_process_zero:
             print(f"omnibal: {self._loader.oversized:,} samples exceeded a limit on their own; each {self._fate}")
 

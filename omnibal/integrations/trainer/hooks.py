@@ -2,7 +2,6 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial, wraps
@@ -111,7 +110,6 @@ ENCODERS: Final = MappingProxyType({"vision": "vision_units", "sound": "sound_un
 
 class TrainedStep(NamedTuple):
     seconds: float
-    samples: int
     waiting: Waiting
     shares: Mapping[str, tuple[float, float]]
     """For each source of a mixture, (share asked for, share that the step held)."""
@@ -131,14 +129,8 @@ class PacksCallback(RecipeCallback):
         self._trainer, self._sampler, self._check = trainer, sampler, check
         self.costs, self.layout, self._accumulation = costs, layout, trainer.args.gradient_accumulation_steps
         self._began, self._unlogged = 0.0, list[TrainedStep]()
-        self._totals, self._peak = defaultdict[str, float](float), 0.0  # of a step that was logged sums alone remain
         self._encodes = dict.fromkeys(ENCODERS, False)  # whether the data have had anything for an encoder
         _leave_out_fillers(trainer)
-
-    @property
-    def vision_unit(self) -> str:
-        """What vision units are, for people."""
-        return self._sampler.lengths.vision_unit
 
     def made_from(self) -> dict[str, Any]:
         """What the packs were made from, and for which ranks."""
@@ -180,7 +172,7 @@ class PacksCallback(RecipeCallback):
         for encoder, column in ENCODERS.items():
             self._encodes[encoder] |= bool(getattr(load, column).any())
         waiting = Waiting.of(Load.stack([load]), self.costs, self.layout)
-        self._unlogged.append(TrainedStep(seconds, step.num_samples, waiting, step.shares))
+        self._unlogged.append(TrainedStep(seconds, waiting, step.shares))
 
     def logged(self) -> dict[str, float]:
         figures, own = dict[str, float](), 0.0
@@ -193,11 +185,10 @@ class PacksCallback(RecipeCallback):
                 torch.cuda.reset_peak_memory_stats(device)
             peaks = self._trainer.accelerator.gather(torch.tensor([own], device=device))
             figures |= {"peak_gib_fullest_rank": float(peaks.max()), "peak_gib_mean_rank": float(peaks.mean())}
-            self._peak = max(self._peak, figures["peak_gib_fullest_rank"])
         return figures
 
     def _figures_of_unlogged(self) -> dict[str, float]:
-        """Means over the steps since figures were last asked for, which are then part of the totals."""
+        """Means over the steps since figures were last asked for."""
         steps, self._unlogged = self._unlogged, []
         if not steps:
             return {}
@@ -209,33 +200,7 @@ class PacksCallback(RecipeCallback):
             figures["waited_seconds"] = sum((share or 0.0) * seconds for share, seconds in shares) / count
         for source in steps[0].shares:
             figures[f"share_{source}"] = sum(step.shares[source][1] for step in steps) / count
-        for name, figure in figures.items():
-            self._totals[name] += figure * count
-        self._totals["steps"] += count
-        self._totals["seconds"] += sum(step.seconds for step in steps)
-        self._totals["samples"] += sum(step.samples for step in steps)
         return figures
-
-    @reporting(_DOING)
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
-        """Say in one line what was measured."""
-        self._figures_of_unlogged()
-        totals, count = self._totals, self._totals["steps"]
-        if not (count and state.is_world_process_zero):
-            return
-        figures = {name: total / count for name, total in totals.items()}
-        text = (
-            f"omnibal: {totals['samples']:.0f} samples in {count:.0f} steps of {figures['seconds']:.3g} s, without "
-            f"loading {totals['samples'] / totals['seconds']:.3g} samples a second"
-        )
-        vision, tokens, sound = (figures.get(f"dist_ratio_{part}", 0.0) for part in ("vision", "tokens", "sound"))
-        waiting = Waiting(vision, tokens, None, sound)
-        text += "".join(f"; {told}" for told in waiting.told(self._sampler.num_replicas, self.vision_unit))
-        if "waited_seconds" in figures and self._sampler.num_replicas > 1:
-            text += f"; by counted costs a rank waited {figures['waited_seconds']:.2g} s a step"
-        if self._peak:
-            text += f"; at most {self._peak:.1f} GiB on a rank"
-        print(text)
 
 
 def _leave_out_fillers(trainer: Trainer) -> None:

@@ -21,9 +21,9 @@ from omnibal import PackLimits, SampleLengths
 from omnibal.data.step_size import fit_step
 from omnibal.errors import ConfigError
 from omnibal.integrations.loops import balanced_loader
+from omnibal.packs.apart import longest_row, refuse_other_parts, thresholds
 from omnibal.packs.collator import PackCollator, positions_of
 from omnibal.packs.proof import check_packed, check_packing
-from omnibal.packs.row_lengths import longest_row, refuse_other_parts, thresholds
 from tests.families.models import small_config
 from tests.packs.test_leaks import model_of
 
