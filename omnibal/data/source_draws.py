@@ -5,9 +5,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from omnibal.data.balance.planner import WINDOW
+from omnibal.data.balance.planner import WINDOW, shuffle_keys, shuffled
 from omnibal.data.balance.rules import CLOSING, RESERVE, SIGMAS
-from omnibal.data.balance.shuffle import shuffle_keys, shuffled
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import MOST_ROUNDINGS, rounded_shares

@@ -12,7 +12,7 @@ from zlib import crc32
 
 import numpy as np
 
-from omnibal.data.balance.shuffle import shuffle_keys, shuffled
+from omnibal.data.balance.planner import shuffle_keys, shuffled
 from omnibal.errors import ConfigError, DataError, said
 
 END: Final = object()  # in place of an item of a source that has ended

@@ -3,7 +3,7 @@
     1. What should move?              _aim:         half of what one pack has more than the other, within both limits
     2. What could each pack give?     _add_subsets: all subsets of a small pack; single samples and pairs of a large one
     3. Which two subsets fit best?    nearest, or least_over where only the limits matter
-    4. May these steps change so?     stays_random (mixes.py), between packs of different steps
+    4. May these steps change so?     stays_random (tables.py), between packs of different steps
     5. Swap.
 
 An exchange levels two packs or repairs one that is over a limit:
@@ -20,7 +20,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from omnibal.compiled import compiled_part
-from omnibal.data.balance.mixes import stays_random
 from omnibal.data.balance.rules import Rules
 from omnibal.data.balance.tables import (
     AIM,
@@ -50,6 +49,7 @@ from omnibal.data.balance.tables import (
     Integer,
     Tables,
     prepend,
+    stays_random,
 )
 
 MOST_MEMBERS: Final = 31
@@ -91,7 +91,6 @@ def exchange(
 
     Args:
         tables: Changed in place.
-        rules: The limits, and how far mixes may be off.
         pack: One pack.
         other: Another pack.
         vision_bias: Vision load that the first pack pretends to have besides its own, so that an even one takes it.
@@ -100,15 +99,15 @@ def exchange(
         repairs: Whether the first pack is over a limit and must lose of it; otherwise both are levelled.
     """
     samples, packs, subsets, goals = tables.samples, tables.packs, tables.subsets, tables.goals
-    step, other_step, small = pack // rules.step_packs, other // rules.step_packs, rules.effort.small_pack
+    step, other_step = pack // rules.step_packs, other // rules.step_packs
     goal, distance = _aim(tables, rules, pack, other, vision_bias, repairs)
     # To swap what is not kept makes the same two packs, so of small packs either will do: the first pack's last sample
     # stays where it is, which halves the work. With a bias it stays, too: then less of a pack changes steps, which are
     # more random (χ² 0.87 in place of 2.28 at the tightest limits of ALGORITHM.md and 512 ranks) and as even.
     kept = not repairs and (step == other_step or vision_bias != 0)
-    kept = kept and max(packs[pack, COUNT], packs[other, COUNT]) <= small
-    mine, num_mine = _list_subsets(samples, packs, pack, round_index, small, kept, subsets[0])
-    theirs, num_theirs = _list_subsets(samples, packs, other, round_index + 1, small, False, subsets[1])
+    kept = kept and max(packs[pack, COUNT], packs[other, COUNT]) <= SMALL
+    mine, num_mine = _list_subsets(samples, packs, pack, round_index, kept, subsets[0])
+    theirs, num_theirs = _list_subsets(samples, packs, other, round_index + 1, False, subsets[1])
     if repairs:
         given, taken = least_over(subsets, num_mine, num_theirs, goal, goals)
     else:
@@ -120,7 +119,7 @@ def exchange(
     if packs[pack, COUNT] + change < 1 or packs[other, COUNT] - change < 1:
         return False
     crosses = step != other_step
-    if crosses and not stays_random(tables, rules.effort, step, other_step, mine, theirs, give, take, repairs):
+    if crosses and not stays_random(tables, step, other_step, mine, theirs, give, take, repairs):
         return False
     # Swap: the packs' sums, then both lists of samples, which are linked anew from their ends.
     for row, sign in ((pack, 1), (other, -1)):
@@ -182,7 +181,7 @@ def _within(load: Integer) -> Integer:
 
 @compiled_part
 def _list_subsets(
-    samples: Int32Array, packs: Int64Array, pack: Integer, round_index: int, small: int, kept: bool, table: Int32Array
+    samples: Int32Array, packs: Int64Array, pack: Integer, round_index: int, kept: bool, table: Int32Array
 ) -> tuple[int, int]:
     """List members and subsets of a pack in ``table``, without its last sample if ``kept``; return how many of each."""
     number, members, sample = packs[pack, COUNT], 0, packs[pack, FIRST]
@@ -198,18 +197,18 @@ def _list_subsets(
                 table[MEMBER, members] = sample
                 members += 1
             sample = samples[sample, NEXT]
-    return members, _add_subsets(samples, table, members, small)
+    return members, _add_subsets(samples, table, members)
 
 
 @compiled_part
-def _add_subsets(samples: Int32Array, table: Int32Array, members: int, small: int) -> int:
+def _add_subsets(samples: Int32Array, table: Int32Array, members: int) -> int:
     """List subsets of the listed members, the empty one first, and return how many.
 
-    All subsets of up to ``small`` members, which are at most ``SMALL``; of more members single ones and pairs,
+    All subsets of up to ``SMALL`` members; of more members single ones and pairs,
     neighbours in the list first. Behind them stand others, up to a multiple of ``LANES``, that move nothing or what one
     of them does.
     """
-    if members <= small:
+    if members <= SMALL:
         # Most packs are small: subset s holds the members whose bits are set in s. All sixteen are listed at once,
         # which becomes vector instructions and no branch. What the list of members still holds from another pack,
         # beyond this pack's members, is masked to weigh nothing.
@@ -235,13 +234,12 @@ def _add_subsets(samples: Int32Array, table: Int32Array, members: int, small: in
         table[MASK, 1 + member] = 1 << member
         for load in range(len(table) - COST_SUM):
             table[COST_SUM + load, 1 + member] = samples[table[MEMBER, member], COST + load]
-    if small > 1:
-        # Single member m is subset 1 + m: a pair is the sum of two of these.
-        for apart in range(1, members):
-            for first in range(1, min(members - apart, MOST_SUBSETS - number) + 1):
-                for row in range(MASK, len(table)):  # the masks share no bit: their sum is their union
-                    table[row, number] = table[row, first] + table[row, first + apart]
-                number += 1
+    # Single member m is subset 1 + m: a pair is the sum of two of these.
+    for apart in range(1, members):
+        for first in range(1, min(members - apart, MOST_SUBSETS - number) + 1):
+            for row in range(MASK, len(table)):  # the masks share no bit: their sum is their union
+                table[row, number] = table[row, first] + table[row, first + apart]
+            number += 1
     for row in range(MASK, len(table)):
         table[row, 0] = 0
         for subset in range(number, _whole(number)):

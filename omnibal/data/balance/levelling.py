@@ -7,7 +7,6 @@ import numpy as np
 from omnibal.compiled import compiled, compiled_part
 from omnibal.data.balance.exchange import exchange
 from omnibal.data.balance.rules import TOLERANCE, Rules
-from omnibal.data.balance.shuffle import scrambled
 from omnibal.data.balance.tables import (
     COST_OVER_MEAN,
     COUNT,
@@ -23,8 +22,14 @@ from omnibal.data.balance.tables import (
     Int64Array,
     Integer,
     Tables,
+    scrambled,
 )
 
+PASSES: Final = 2
+"""How often packs meet those of other steps and are levelled again within their own."""
+STEP_ROUNDS, VISION_ROUNDS, GROUP_ROUNDS, HEAVIEST_ROUNDS = 4, 8, 4, 8
+"""Rounds in which the packs of a step meet (what is not even by then stays uneven); in which packs of wrong vision
+units meet those of other steps; in which all packs of neighbouring steps meet; the heaviest of a step all others."""
 GAIN: Final = TOLERANCE >> 2
 """How much nearer an exchange must bring two packs."""
 UNPRODUCTIVE: Final = 3
@@ -51,7 +56,7 @@ ALL_LOADS: Final = -1
 
 def level_window(tables: Tables, rules: Rules, seed: np.uint64) -> int:
     """Make the packs of every step alike, and bring all under their limits; return how many are not."""
-    effort, number = rules.effort, len(tables.packs)
+    number = len(tables.packs)
     group_packs = rules.group_steps * rules.step_packs
     # The parts 4 to 7 of ALGORITHM.md, in this order.
     center(tables, rules, True, False)
@@ -59,9 +64,9 @@ def level_window(tables: Tables, rules: Rules, seed: np.uint64) -> int:
         repair(tables, rules, seed)
     # Packs are levelled before they are repaired: else repairs, which do not watch mixes, have so much to do that steps
     # are less random (χ² 1.15 in place of 0.61 under a mixture, 16/5120 and 512 ranks).
-    meet(tables, rules, LEVEL, rules.step_packs, effort.step_rounds)
-    for index in range(effort.passes):
-        last = index == effort.passes - 1
+    meet(tables, rules, LEVEL, rules.step_packs, STEP_ROUNDS)
+    for index in range(PASSES):
+        last = index == PASSES - 1
         # A pass draws at most 16 · number times (8 rounds, 2 each per pack): no two passes draw the same.
         meet(tables, rules, EVEN_VISION, group_packs, seed=seed + np.uint64(index * number << 8))
         # Repaired in the first pass, so that all that follows levels packs which fit, and mends the mixes again.
@@ -69,11 +74,11 @@ def level_window(tables: Tables, rules: Rules, seed: np.uint64) -> int:
             left = repair(tables, rules, seed)
             if left > max(number // HOPELESS, FEW):
                 return left
-        meet(tables, rules, LEVEL, group_packs, effort.group_rounds)
+        meet(tables, rules, LEVEL, group_packs, GROUP_ROUNDS)
         # Exchanges with other steps have moved the steps' means of cost.
         center(tables, rules, False, last)
-        meet(tables, rules, LEVEL, rules.step_packs, effort.step_rounds)
-    meet(tables, rules, HEAVIEST, rules.step_packs, effort.heaviest_rounds)
+        meet(tables, rules, LEVEL, rules.step_packs, STEP_ROUNDS)
+    meet(tables, rules, HEAVIEST, rules.step_packs, HEAVIEST_ROUNDS)
     # Levelling hands on what packs are over their limits, and never makes it more: what is left of it ends here.
     return repair(tables, rules, seed)
 
@@ -199,7 +204,7 @@ def _even_vision(tables: Tables, rules: Rules, group_packs: int, seed: Any) -> N
     packs, order, tolerance = tables.packs, tables.order, rules.encoders[0, TOLERATED]
     for begin in range(0, len(packs), group_packs):
         number = min(group_packs, len(packs) - begin)
-        for round_index in range(rules.effort.vision_rounds):
+        for round_index in range(VISION_ROUNDS):
             # Packs with too many vision units are listed from the front of the order, those with too few from its end.
             heavy = light = 0
             for pack in range(begin, begin + number):
@@ -234,7 +239,7 @@ def repair(tables: Tables, rules: Rules, seed: np.uint64) -> int:
     number, tries = len(tables.packs), REPAIRS * len(tables.packs)
     room_columns = [TOKEN_ROOM, *range(VISION_ROOM, tables.packs.shape[1], 2)]
     rooms = tables.packs[:, room_columns].T  # a copy
-    for round_index in range(rules.effort.repair_rounds):
+    for round_index in range(rules.repair_rounds):
         if rooms.min(initial=0) >= 0 or tries == 0:
             break
         # The first ones in these orders have most room. With its place behind it, no room equals another one: so all

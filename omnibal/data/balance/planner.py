@@ -1,13 +1,14 @@
 """BalancedPacks: how many steps an epoch takes, and the packs of any window of any epoch."""
 
 import math
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
-from omnibal.data.balance.rules import CLOSING, DEFAULT_EFFORT, RESERVE, Effort, make_rules, survey
-from omnibal.data.balance.shuffle import shuffle_keys, shuffled
-from omnibal.data.balance.tables import Int32Array, Int64Array
+from omnibal.compiled import compiled
+from omnibal.data.balance.rules import CLOSING, RESERVE, make_rules, survey
+from omnibal.data.balance.tables import Int32Array, Int64Array, scrambled
 from omnibal.data.balance.window import driving_loads, plan_window
 from omnibal.data.packing_spec import PackingSpec, Ranks
 from omnibal.data.packs import Packs
@@ -26,6 +27,10 @@ ATTEMPTS: Final = 32
 """Orders of a window's samples that are tried. Nearly always the first one fits."""
 BLOCKS_KEPT: Final = 4
 """Blocks whose windows are remembered."""
+SHUFFLE_ROUNDS: Final = 4
+LEAST_BITS: Final = 10  # on a smaller domain the network does not reach all permutations equally often
+
+UInt64Array = npt.NDArray[np.uint64]
 
 
 def blocks_of(num_samples: int) -> int:
@@ -63,8 +68,8 @@ class BalancedPacks:
     # where the windows begin in the order depends on the loads in the block. Steps of windows are the same in all
     # epochs.
 
-    def __init__(self, spec: PackingSpec, ranks: Ranks, *, effort: Effort = DEFAULT_EFFORT) -> None:
-        self._spec, self._ranks, self._effort = spec, ranks, effort
+    def __init__(self, spec: PackingSpec, ranks: Ranks) -> None:
+        self._spec, self._ranks = spec, ranks
         self._num_samples = spec.num_samples
         # Of many samples a random part says what means and spreads are; packs are counted from all (`survey`).
         self._demand = survey(spec, drawn=None if self._num_samples <= BLOCK else self._draw(0, SURVEY, 0))
@@ -136,7 +141,7 @@ class BalancedPacks:
         self._divide(num_steps)
         # Weights of loads depend on how many packs share the samples, so every number of steps has rules of its own.
         packs = num_steps * self._ranks.step_packs
-        rules = make_rules(self._demand, self._spec, self._ranks, packs, self._effort)
+        rules = make_rules(self._demand, self._spec, self._ranks, packs)
         self._rules = rules._replace(repair_first=repair_first)
         self._cuts.clear()  # these are of other numbers of steps
         self._tried.clear()
@@ -193,3 +198,48 @@ class BalancedPacks:
                 self._cuts.pop(next(iter(self._cuts)), None)
             self._cuts[epoch, block] = cuts
         return cuts
+
+
+def shuffled(size: int, first: int, last: int, keys: UInt64Array) -> Int64Array:
+    """Return places ``first`` … ``last`` − 1 of a random permutation of 0 … ``size`` − 1.
+
+    A Feistel network over the smallest power of two that holds ``size``; a value outside is encrypted again until it
+    falls inside (cycle walking: less than two turns on average). No memory but the result, and any part of the order
+    without the rest. Sources: Luby and Rackoff, How to construct pseudorandom permutations from pseudorandom
+    functions, 1988; Black and Rogaway, Ciphers with arbitrary finite domains, 2002.
+
+    >>> keys = shuffle_keys(0, 7)
+    >>> sorted(shuffled(10, 0, 10, keys).tolist()), (shuffled(10, 4, 6, keys) == shuffled(10, 0, 10, keys)[4:6]).all()
+    ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9], np.True_)
+    """
+    bits = max(int(size - 1).bit_length(), LEAST_BITS)
+    order = np.empty(last - first, dtype=np.int64)
+    _write_order(np.uint64(size), first, bits, keys, order)
+    return order
+
+
+def shuffle_keys(*seed: int) -> UInt64Array:
+    """Keys of a permutation from integers of at least 0."""
+    return np.random.SeedSequence(seed).generate_state(SHUFFLE_ROUNDS, np.uint64).astype(np.uint64)
+
+
+@compiled
+def _write_order(size: Any, first: int, bits: int, keys: UInt64Array, order: Int64Array) -> None:
+    low_bits = np.uint64(bits // 2)
+    high_bits = np.uint64(bits - bits // 2)
+    one = np.uint64(1)
+    low_mask = (one << low_bits) - one
+    high_mask = (one << high_bits) - one
+    for index in range(len(order)):
+        # The place in two halves; each round mixes one of them with a scrambled key and the other one. Every round can
+        # be undone, so different places become different values.
+        value = np.uint64(first + index)
+        while True:
+            low, high = value & low_mask, value >> low_bits
+            for turn in range(0, SHUFFLE_ROUNDS, 2):
+                high ^= scrambled(low + keys[turn]) & high_mask
+                low ^= scrambled(high + keys[turn + 1]) & low_mask
+            value = (high << low_bits) | low
+            if value < size:
+                break  # else it is encrypted once more
+        order[index] = value

@@ -39,6 +39,8 @@ MOST_LOAD: Final = 1 << 23
 """A sample's largest load."""
 TOLERANCE: Final = PACK // 500
 """A difference in cost that is not worth an exchange: 0.2 % of a pack."""
+REPAIR_ROUNDS: Final = 10
+"""Rounds in which packs over a limit meet others."""
 PERSISTENCE: Final = 8
 """Rounds of repairs in another attempt, in those of the first: few packs are over a limit then, and soon tried."""
 FEW_UNITS: Final = range(2, 256)
@@ -221,37 +223,6 @@ def _weigh(sizes: IntArray, limit: int) -> Weights:
     return best.astype(np.int32), volume
 
 
-class Effort(NamedTuple):
-    """How much each part of the planner does; ``tools/sampling/ablation.py`` turns the parts off one by one."""
-
-    end_samples: int = 16
-    """Samples at a step's end, and behind it, of which one each may change steps to hit the step's share."""
-    step_rounds: int = 4
-    """Rounds in which the packs of a step meet; what is not even by then stays uneven."""
-    vision_rounds: int = 8
-    """Rounds in which packs of wrong vision units meet those of other steps."""
-    group_rounds: int = 4
-    """Rounds in which all packs of neighbouring steps meet."""
-    passes: int = 2
-    """How often packs meet those of other steps and are levelled again within their own."""
-    heaviest_rounds: int = 8
-    """Rounds in which the heaviest pack of a step meets all others."""
-    repair_rounds: int = 10
-    """Rounds in which packs over a limit meet others."""
-    small_pack: int = 4
-    """Packs of up to so many samples offer all their subsets, at most 4; larger ones single samples and pairs, but
-    under 1 single samples alone."""
-    mix_deviation: float = 0.4
-    """How far exchanges may take a step's mix from that of all samples: random steps are at 1 on average."""
-    mix_samples: int = 30
-    """Samples by which any step counts as larger there: in a small one, a few exchanges are soon as much as chance."""
-    most_mix_deviation: float = 1.0
-    """How far they may take it at most, however small the step: as far as random ones are."""
-
-
-DEFAULT_EFFORT: Final = Effort()
-
-
 class Rules(NamedTuple):
     """What all windows of an epoch have in common."""
 
@@ -277,7 +248,8 @@ class Rules(NamedTuple):
     """Whether a step's vision units should be a multiple of its ranks."""
     repair_first: bool
     """Whether packs are brought under the limits before they are levelled: where samples hardly fit."""
-    effort: Effort
+    repair_rounds: int
+    """Rounds in which packs over a limit meet others."""
     share_of: Int32Array
     """Driving load of each size."""
     encoders: Int64Array
@@ -285,13 +257,10 @@ class Rules(NamedTuple):
 
     def for_another_attempt(self) -> "Rules":
         """Rules for samples that did not fit: limits first, and more repairs than trials of a number of steps make."""
-        rounds = PERSISTENCE * self.effort.repair_rounds
-        return self._replace(repair_first=True, effort=self.effort._replace(repair_rounds=rounds))
+        return self._replace(repair_first=True, repair_rounds=PERSISTENCE * self.repair_rounds)
 
 
-def make_rules(
-    demand: Demand, spec: PackingSpec, ranks: Ranks, num_packs: int, effort: Effort = DEFAULT_EFFORT
-) -> Rules:
+def make_rules(demand: Demand, spec: PackingSpec, ranks: Ranks, num_packs: int) -> Rules:
     """Work out the rules for epochs of ``num_packs`` packs.
 
     If packs have few vision units (tiles) and these drive, those of a step are made a multiple of its ranks: else one
@@ -338,7 +307,7 @@ def make_rules(
         share_unit=ranks.num_replicas if multiples else 1,
         whole_vision=whole_vision,
         repair_first=False,
-        effort=effort,
+        repair_rounds=REPAIR_ROUNDS,
         share_of=np.arange(limits.vision_units + 1, dtype=np.int32) if multiples else demand.shares,
         encoders=np.array(encoders, dtype=np.int64),
     )

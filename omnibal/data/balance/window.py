@@ -6,7 +6,6 @@ import numpy as np
 
 from omnibal.compiled import compiled, compiled_part
 from omnibal.data.balance.levelling import ALL_LOADS, level_window, open_packs, sort_packs
-from omnibal.data.balance.mixes import count_mixes
 from omnibal.data.balance.rules import MOST_LOAD, Rules, sizes_of
 from omnibal.data.balance.tables import (
     COST,
@@ -26,6 +25,7 @@ from omnibal.data.balance.tables import (
     Int64Array,
     Integer,
     Tables,
+    count_mixes,
     prepend,
 )
 from omnibal.data.packing_spec import PackingSpec
@@ -39,6 +39,8 @@ SHARE_WEIGHT: Final = 64
 
 With a quarter of it real lengths are sorted at 40/8192 on 8 ranks (χ² 1.24 in place of 0.98).
 """
+END_SAMPLES: Final = 16
+"""Samples at a step's end, and behind it, of which one each may change steps to hit the step's share."""
 REACH: Final = 6
 """Vision units that trimming can make up for, about: a step that is farther from a multiple would be sorted in vain."""
 
@@ -156,10 +158,7 @@ def _trim(
     Returns:
         What the step gains, and where it ends now.
     """
-    first, behind = (
-        max(end - rules.effort.end_samples, begin),
-        min(end + rules.effort.end_samples, np.int64(len(order))),
-    )
+    first, behind = max(end - END_SAMPLES, begin), min(end + END_SAMPLES, np.int64(len(order)))
     best, vision_weight = SHARE_WEIGHT * abs(lacking) + abs(odd), rules.share_unit == 1
     gained, mine, other = np.int64(0), end, behind  # ``end`` and ``behind`` stand for no sample
     # All pairs of one of the last samples, or none, and one of the next, or none: at most 17². Of equally good

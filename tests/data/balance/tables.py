@@ -4,7 +4,7 @@ from itertools import chain
 
 import numpy as np
 
-from omnibal.data.balance.rules import Effort, Rules
+from omnibal.data.balance.rules import REPAIR_ROUNDS, Rules
 from omnibal.data.balance.tables import (
     COST,
     COST_OVER_MEAN,
@@ -25,12 +25,12 @@ from omnibal.data.balance.tables import (
 LOADS = [VISION, COST, TOKENS]
 
 
-def make_rules(step_packs, *, limits=(1 << 20, 1 << 20), group_steps=1, tolerance=0, repair_first=False, **effort):
+def make_rules(step_packs, *, limits=(1 << 20, 1 << 20), group_steps=1, tolerance=0, repair_first=False):
     return Rules(
         step_packs=step_packs, num_replicas=step_packs, group_steps=group_steps, most_tokens=limits[1],
         encoders=np.array([[1, limits[0], tolerance]]), token_weight=1, costs=(0.0, 1.0, 0.0, 0.0),
         by_tokens=False, most_share=1 << 30, share_unit=1, whole_vision=False,
-        repair_first=repair_first, effort=Effort(**effort),
+        repair_first=repair_first, repair_rounds=REPAIR_ROUNDS,
         share_of=np.zeros(1, dtype=np.int32),
     )  # fmt: skip
 

@@ -98,14 +98,14 @@ def test_an_excess_is_handed_on():
 
 def test_steps_do_not_become_farther_off():
     """Each of two steps has a large and a small sample, as all have: one of two large ones would be strange."""
-    rules = make_rules(1, mix_deviation=0.0, mix_samples=0)
+    rules = make_rules(1)
     loads, targets = [(5, 0, 0), (1, 0, 0), (5, 0, 0), (1, 0, 0)], [(2, 0), (10, 0)]
     window = make_window(loads, [[0, 1], [2, 3]], rules, targets=targets, mixes=[2, 3, 2, 3])
     assert not swap(window, rules)
 
 
 def test_a_pack_over_a_limit_is_repaired_whatever_becomes_of_mixes():
-    rules = make_rules(1, limits=(1 << 20, 9), mix_deviation=0.0, mix_samples=0)
+    rules = make_rules(1, limits=(1 << 20, 9))
     loads = [(5, 0, 9), (1, 0, 1), (5, 0, 1), (1, 0, 1)]
     window = make_window(loads, [[0, 1], [2, 3]], rules, mixes=[2, 3, 2, 3])
     assert not swap(window, rules)
@@ -115,7 +115,7 @@ def test_a_pack_over_a_limit_is_repaired_whatever_becomes_of_mixes():
 
 
 def test_steps_may_come_nearer_to_the_usual_mix():
-    rules = make_rules(1, mix_deviation=0.0, mix_samples=0)
+    rules = make_rules(1)
     loads, targets = [(5, 0, 0), (5, 0, 0), (1, 0, 0), (1, 0, 0)], [(6, 0), (6, 0)]
     window = make_window(loads, [[0, 1], [2, 3]], rules, targets=targets, mixes=[2, 2, 3, 3])
     assert swap(window, rules)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from omnibal.data.balance.shuffle import shuffle_keys, shuffled
+from omnibal.data.balance.planner import shuffle_keys, shuffled
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**40))
