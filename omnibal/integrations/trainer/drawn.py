@@ -10,12 +10,13 @@ from itertools import repeat
 from math import ceil
 from pathlib import Path
 from types import MethodType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerState
+from transformers.trainer_utils import has_length
 
 from omnibal.advise.wait import MEETINGS, CostByPhase, phase_costs
 from omnibal.cost import Load
@@ -97,30 +98,35 @@ class DatasetDraws:
     def __init__(
         self, dataset: Any, size: int, rank: int, num_ranks: int, seed: int, options: Mapping[str, Any]
     ) -> None:
-        self.num_samples = len(dataset)
         self._dataset, self._size, self._rank, self._num_ranks = dataset, size, rank, num_ranks
         self._seed, self._options = seed, options
-        self._epoch, self._start = 0, 0
+        self._epoch, self._drawn = 0, 0
 
     def __iter__(self) -> Iterator[list[Any]]:
         order = np.random.default_rng((self._seed, self._epoch)).permutation(len(self._dataset))
         draws = [order[start : start + self._size].tolist() for start in range(0, len(order), self._size)]
-        mine = draws[self._rank :: self._num_ranks][self._start :]
+        mine = draws[self._rank :: self._num_ranks][self._drawn :]
         # A generator of its own, for the workers' seeds: this runs in a thread beside the model's.
         generator = torch.Generator().manual_seed(self._seed + self._epoch)
-        self._epoch, self._start = self._epoch + 1, 0
         loader = DataLoader(
             self._dataset, batch_sampler=mine, collate_fn=uncollated, generator=generator, **self._options
         )
-        return iter(loader)
+        for draw in loader:
+            self._drawn += 1
+            yield draw
 
     def __len__(self) -> int:
         """Draws of the rank that has most."""
         return ceil(len(self._dataset) / (self._size * self._num_ranks))
 
-    def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Let the next iteration be of this epoch, from this draw on."""
-        self._epoch, self._start = epoch, start
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch, self._drawn = epoch, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self._epoch, "drawn": self._drawn}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._epoch, self._drawn = state["epoch"], state["drawn"]
 
 
 def pack_stream(
@@ -175,7 +181,7 @@ def _sources(trainer: Trainer, mixture: Mixture | None) -> dict[str, Any]:
 def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bool = False) -> None:
     """Let a trainer, whose settings allow packs, rearrange samples over its ranks."""
     rank, num_ranks = data_rank_of(trainer)
-    dataset = trainer.train_dataset
+    dataset: Any = trainer.train_dataset
     settings = {
         "trainer": (not keeps_sft_loss(trainer), "a Trainer with its own loss", type(trainer).__name__),
         "train_dataset": (not isinstance(dataset, Mapping | None), "a dataset or stream", type(dataset).__name__),
@@ -210,9 +216,10 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
         "num_replicas": num_ranks,
         "gradient_accumulation_steps": micro_batches,
         "padded": padded,
+        "samples": None if isinstance(source, Stream) else len(dataset),
     }
-    if isinstance(source, DatasetDraws):  # a stream keeps its own place
-        made_from |= {"samples": source.num_samples, "seed": data_seed(trainer)}
+    if isinstance(source, DatasetDraws):  # the order of a stream is its own
+        made_from["seed"] = data_seed(trainer)
     add_recipe(trainer, RearrangingCallback(trainer, made_from, batches))
     batches.install()
 
@@ -273,7 +280,13 @@ class DrawnBatches(IterableDataset[Any]):
 
         def saved(folder: str) -> None:
             save(folder)
-            self._save(Path(folder) / STREAM.format(rank=trainer.args.process_index))
+            kept, path = self._loader.state_dict(), Path(folder) / STREAM.format(rank=trainer.args.process_index)
+
+            def write() -> None:
+                torch.save(kept, path)
+                check_data(path)  # what a stream's own state_dict says may be anything; later it is read as data
+
+            run_on_all_ranks(write)
 
         def loaded(checkpoint: str | None) -> None:
             load(checkpoint)
@@ -284,19 +297,11 @@ class DrawnBatches(IterableDataset[Any]):
             get_train_dataloader=train_dataloader, _save_rng_state=saved, _load_optimizer_and_scheduler=loaded
         )
 
-    def _save(self, path: Path) -> None:
-        kept = self._loader.state_dict()
-
-        def write() -> None:
-            torch.save(kept, path)
-            check_data(path)  # what a stream's own state_dict says may be anything; later it is read as data
-
-        run_on_all_ranks(write)
-
     def _go_on(self, path: Path) -> None:
         """Go on from a checkpoint; what one rank cannot read ends all."""
-        args = self._trainer.args
-        self._blanks = self._trainer.state.global_step % args.max_steps * args.gradient_accumulation_steps
+        args, batches = self._trainer.args, cast(Any, self)
+        steps_per_epoch = len(batches) // args.gradient_accumulation_steps if has_length(self) else args.max_steps
+        self._blanks = self._trainer.state.global_step % steps_per_epoch * args.gradient_accumulation_steps
         state, problem = dict[str, Any](), None
         try:
             state = load_data(path)
@@ -309,7 +314,7 @@ class DrawnBatches(IterableDataset[Any]):
 
 
 class RearrangedBatches(DrawnBatches):
-    """Micro-batches that are drawn from a source and rearranged; the number of a step says where a dataset stands."""
+    """Micro-batches that are drawn from a source and rearranged; those of a dataset are as many in all epochs."""
 
     def __init__(self, loader: RearrangingLoader, source: DatasetDraws | Stream, trainer: Trainer) -> None:
         super().__init__(loader, trainer)
@@ -333,19 +338,6 @@ class RearrangedBatches(DrawnBatches):
         # Trainer leaves the last iteration of an epoch unfinished.
         self._loader.go_to(BEGINNING)
         self.source.set_epoch(epoch)
-
-    def _save(self, path: Path) -> None:
-        if isinstance(self.source, Stream):
-            super()._save(path)
-
-    def _go_on(self, path: Path) -> None:
-        if isinstance(self.source, Stream):
-            super()._go_on(path)
-            return
-        micro_batches = self._trainer.args.gradient_accumulation_steps
-        epoch, step = divmod(self._trainer.state.global_step, len(self) // micro_batches)
-        self._blanks = step * micro_batches
-        self.source.set_epoch(epoch, self._blanks)
 
 
 class StreamCallback(PacksCallback):
