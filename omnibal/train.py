@@ -46,9 +46,9 @@ from omnibal.engine.checkpoint import (
 )
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import meet, start, user_optimizer
-from omnibal.engine.loader import Loader, VlmDataset
+from omnibal.engine.loader import Loader, open_together
 from omnibal.engine.measured import StageTimes
-from omnibal.engine.samples import open_together
+from omnibal.engine.reading import VlmDataset
 from omnibal.errors import ConfigError, OmnibalError, reporting
 from omnibal.families.base import trained_in_words
 from omnibal.plan import Plan

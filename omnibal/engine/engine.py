@@ -24,9 +24,10 @@ from torch import Tensor
 from omnibal.data.epoch import Step
 from omnibal.engine.checkpointed import CheckpointedEngine
 from omnibal.engine.grid import replaced
-from omnibal.engine.loader import Batch, Loader, Steps, VlmDataset, read_step
+from omnibal.engine.loader import Loader, Steps, read_step
 from omnibal.engine.measured import StagePeaks, StageTimes, measure_step
 from omnibal.engine.module import Joined
+from omnibal.engine.reading import Batch, VlmDataset
 from omnibal.engine.resolve import OnGradient, ResolvedRun
 from omnibal.engine.samples import CheckedSamples, SampleRules, checked_lengths
 from omnibal.engine.settings import Settings, settings_of

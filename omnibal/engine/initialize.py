@@ -25,8 +25,9 @@ from omnibal.cluster import Layout
 from omnibal.compiled import folder_hash
 from omnibal.config import check_deferral, fill_in_steps
 from omnibal.engine.engine import OmnibalEngine
-from omnibal.engine.loader import Loader, PackReader, VlmDataset, cores_of_process, view_of
+from omnibal.engine.loader import Loader, open_together, sample_loader, stream_loader
 from omnibal.engine.module import VlmPipelineModule
+from omnibal.engine.reading import PackReader, VlmDataset, cores_of_process, view_of
 from omnibal.engine.resolve import (
     MakeOptimizer,
     MakeScheduler,
@@ -36,9 +37,7 @@ from omnibal.engine.resolve import (
     deepspeed_config_of,
     resolve,
 )
-from omnibal.engine.samples import open_together, sample_loader
 from omnibal.engine.settings import settings_of
-from omnibal.engine.streams import stream_loader
 from omnibal.errors import ENGINE_MODULES, ConfigError, end_in_one_line
 from omnibal.families.base import trained_in_words
 from omnibal.feeds.feed import Share

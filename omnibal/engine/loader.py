@@ -1,160 +1,47 @@
-"""Loader: a feed's steps as one rank of the pipeline trains on them; how the rank reads packs, and all ranks a step."""
+"""Loader: a feed's steps as one rank of the pipeline trains on them; how all ranks read a step, and a run's loader."""
 
-import json
 import logging
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from itertools import pairwise
 from operator import or_
+from pathlib import Path
 from time import perf_counter
-from typing import Any, Final, Literal, NamedTuple, Protocol, cast
+from typing import Any, Final, Literal, NamedTuple
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
-from omnibal.cluster import Layout
+from omnibal.cluster import Layout, PipelinePosition
 from omnibal.data.epoch import Step
 from omnibal.data.lengths import SampleLengths
-from omnibal.engine.ray_packs import RayPacks
+from omnibal.data.limits import PackLimits
+from omnibal.data.packing_spec import PackingOptions
+from omnibal.data.source_draws import typical_lengths
+from omnibal.engine.reading import LEFT_OUT, Batch, PackReader, VlmDataset, left_out_of
+from omnibal.engine.resolve import ResolvedRun
+from omnibal.engine.samples import CheckedSamples, PipelineStreamFeed, SampleRules, checked_lengths
 from omnibal.errors import ConfigError, DataError, OmnibalError, message_alone
-from omnibal.feeds.feed import EpochFeed, Feed, PacksFromHere, Share
+from omnibal.feeds.buffer import StreamSettings
+from omnibal.feeds.buffer_plan import buffer_of
+from omnibal.feeds.feed import EpochFeed, Feed, Share
 from omnibal.feeds.sampler import BalancedBatchSampler
-from omnibal.formats.collate import IGNORED, Positions, pack_samples
-from omnibal.processes import leave_ends_to_parent
-from omnibal.ranks import WORK, gather
+from omnibal.formats.collate import IGNORED
+from omnibal.formats.conversations import ConversationDataset
+from omnibal.plan import Plan
+from omnibal.ranks import WORK, check_shared, gather, rank_zero_first, run_on_all_ranks
+from omnibal.workspace import Workspace
 
-View = Literal["images", "text", "nothing"]
-Batch = dict[str, Tensor]
 Steps = Iterator[tuple[Step, list[Batch]]]
 """What a Loader iterates over."""
 
 LOG: Final = logging.getLogger(__name__)
-
-LEFT_OUT: Final = "left_out"
-"""Key of a sample that cannot be read: its number and why; and of these in a pack, as bytes of JSON."""
 COUNTED: Final = 4
 """Numbers that all ranks add up before a step, beside those of columns and of ranks."""
-PAD_TOKEN_ID: Final = 0
-"""The token of an empty pack; any would do, since nothing is learned from it."""
-
-
-class VlmDataset(Protocol):
-    """What a dataset for training offers."""
-
-    def __len__(self) -> int:
-        """Number of samples."""
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """One sample: ``input_ids``, ``labels`` (both (tokens,)), ``pixel_values`` (tiles, 3, H, W) or None.
-
-        Patches of a native-resolution ViT are (patches, values); what else the model takes of images comes by name.
-        """
-
-    def text(self, index: int) -> dict[str, Any]:
-        """One sample without decoding an image: ``pixel_values`` is None."""
-
-    def lengths(self) -> SampleLengths:
-        """The loads of all samples."""
-
-
-def view_of(stage: int, num_stages: int) -> View:
-    """What a stage reads: the first one images and text, the last one text (for its labels), others nothing."""
-    if stage == 0:
-        return "images"
-    return "text" if stage == num_stages - 1 else "nothing"
-
-
-def cores_of_process() -> int:
-    """Cores that a process of this launch has when those of its node share them alike."""
-    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
-    return max(1, len(os.sched_getaffinity(0)) // local_processes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackReader:
-    """How a rank reads packs, and as which tensors."""
-
-    view: View
-    """What the rank reads of a sample; with ``"nothing"`` only the position is kept."""
-    pixel_shape: tuple[int, ...]
-    """(channels, height, width) of a tile, (values,) of a patch."""
-    pixel_dtype: torch.dtype = torch.float32
-    """The forward pass computes in this dtype."""
-    image_integers: Mapping[str, tuple[int, ...]] | None = None
-    """Integers that the model reads beside pixels, by name, with the shape of an entry."""
-    positions: Positions | None = None
-    """Counts the positions of a sample's tokens; see ``VisionLanguageModel``."""
-    share: Share | None = None
-    """The packs of a step that the rank reads; None for those of the sampler's rank."""
-    workers: int | None = None
-    """DataLoader processes where images are decoded (where only texts are read, one will do); 0 to read in this
-    process, when a step begins; None for one on each of this process's cores but one, which trains."""
-    ray: str | None = None
-    """Address of a Ray cluster that decodes images in place of ``workers``."""
-    pin_memory: bool = False
-    """Whether packs are copied to a GPU."""
-
-    def collate(self, samples: list[dict[str, Any]]) -> Batch:
-        """A pack of samples as tensors, without those that cannot be read."""
-        left_out = [sample[LEFT_OUT] for sample in samples if LEFT_OUT in sample]
-        batch = pack_samples(
-            [sample for sample in samples if LEFT_OUT not in sample],
-            pad_token_id=PAD_TOKEN_ID,
-            pixel_shape=self.pixel_shape,
-            pixel_dtype=self.pixel_dtype,
-            image_integers=self.image_integers,
-            positions=self.positions if self.view == "images" else None,
-        )
-        if left_out:
-            batch[LEFT_OUT] = torch.frombuffer(bytearray(json.dumps(left_out).encode()), dtype=torch.uint8)
-        return batch
-
-    def read(self, dataset: VlmDataset, pack: Sequence[int]) -> Batch:
-        """A pack, read here and now."""
-        return self.collate([*map(self._viewed(dataset).__getitem__, pack)])
-
-    def _viewed(self, dataset: VlmDataset) -> "VlmDataset | TextView":
-        return dataset if self.view == "images" else TextView(dataset)
-
-    def feed(self, dataset: VlmDataset, sampler: BalancedBatchSampler) -> EpochFeed:
-        """The steps of a sampler, their packs read ahead.
-
-        While a step runs, workers read the next one: all its packs, collated, in the dtype and (for a GPU) the kind of
-        memory that they are copied from, and no pack of the step after it but for what rounding to whole workers adds.
-        """
-        # A middle stage gets activations from its neighbours: it keeps the position in the epoch and reads nothing.
-        if self.view == "nothing":
-            return EpochFeed(sampler, None, self.share)
-        share = self.share or Share(sampler.rank, sampler.num_replicas)
-        micro_batches = sampler.num_replicas * sampler.micro_batches // share.num_shares
-        packs = PacksFromHere(sampler, share)
-        if self.ray is not None and self.view == "images":
-            pin = self.pin_memory
-            read = RayPacks(dataset, packs, self.collate, address=self.ray, count=micro_batches, pin=pin)
-            return EpochFeed(sampler, read, share)
-        workers = max(cores_of_process() - 1, 1) if self.workers is None else self.workers
-        workers = min(workers, micro_batches if self.view == "images" else 1)
-        reader: DataLoader[Batch] = DataLoader(
-            cast(Dataset[Any], self._viewed(dataset)),
-            batch_sampler=packs,
-            collate_fn=self.collate,
-            num_workers=workers,
-            # DataLoader reads workers · prefetch_factor packs ahead: those of one step, rounded up.
-            prefetch_factor=-(-micro_batches // workers) if workers else None,
-            persistent_workers=workers > 0,  # a new epoch starts no processes
-            pin_memory=self.pin_memory,
-            worker_init_fn=leave_ends_to_parent,
-        )
-        return EpochFeed(sampler, reader, share)
-
-    def loader(self, dataset: VlmDataset, sampler: BalancedBatchSampler) -> "Loader":
-        """The steps of a sampler as this reader reads them."""
-        return Loader(self.feed(dataset, sampler), self, dataset)
+MEASURES: Final = "measures the samples"  # what rank 0 does while the others wait
 
 
 class Loader:
@@ -220,7 +107,7 @@ class Loader:
 
     def over(self, dataset: VlmDataset, sampler: BalancedBatchSampler) -> "Loader":
         """A loader of the packs that another sampler makes of other samples, read alike, for evaluation."""
-        return self._reader.loader(dataset, sampler)
+        return Loader(self._reader.feed(dataset, sampler), self._reader, dataset)
 
     def mended(self, step: Step, batches: Sequence[Batch], unread: Mapping[int, str]) -> list[Batch]:
         """This rank's packs of the last step without all samples that some rank could not read."""
@@ -250,24 +137,6 @@ class Loader:
                 f"a step must have a sample that can be read, got none of {step.num_samples}: sample {first}, {reason}"
             )
         return left
-
-
-def left_out_of(batch: Batch) -> dict[int, str]:
-    """The samples of a pack that could not be read, and why."""
-    return dict(json.loads(batch[LEFT_OUT].numpy().tobytes())) if LEFT_OUT in batch else {}
-
-
-class TextView(Dataset[dict[str, Any]]):
-    """A dataset whose images are never decoded."""
-
-    def __init__(self, dataset: VlmDataset) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.dataset.text(index)
 
 
 class StepRead(NamedTuple):
@@ -381,3 +250,121 @@ def _disagreement(loader: Loader, step: Step, batches: list[Batch], unread: Coll
 def _digest(labels: Tensor, before: int = 0) -> int:
     """A number that tells labels, which are what the last stage trains on, from others."""
     return crc32(labels.numpy().data, before)
+
+
+def open_together(workspace: Workspace, part: Literal["train", "held_out"]) -> ConversationDataset:
+    """The section's ``data.train`` or ``data.held_out``, its samples measured; all ranks together.
+
+    Rank 0 alone indexes the annotations and measures the samples, or finds that those of an earlier run are as they
+    were. The others read what it has kept in ``run.output``, which all hosts must share.
+    """
+
+    def open_and_measure() -> ConversationDataset:
+        dataset = workspace.dataset(part, measured=dist.get_rank() != 0)
+        # rank 0 measures and keeps them; the others read what is kept
+        checked_lengths(dataset, f"omnibal.data.{part} ({getattr(workspace.section.data, part)})")
+        return dataset
+
+    check_shared(Path(workspace.section.run.output), name="run.output")
+    return rank_zero_first(open_and_measure, doing=MEASURES)
+
+
+def sample_loader(
+    workspace: Workspace, resolved: ResolvedRun, samples: VlmDataset, place: PipelinePosition, reader: PackReader
+) -> tuple[Plan, Loader]:
+    """The plan of a run on samples with lengths, and this rank's loader; all ranks together."""
+    # Rank 0 asks for the lengths first: a dataset may measure them when asked, and keep them for the others. Then each
+    # rank arranges the same epoch by itself, and all compare what they arranged it from: no pack is sent.
+    lengths = rank_zero_first(lambda: checked_lengths(samples), doing=MEASURES)
+    layout = resolved.layout
+    replica = place.replica % layout.num_replicas  # an encoder with more replicas reads by its share alone
+    plan, sampler = run_on_all_ranks(lambda: _arrange(workspace, resolved, samples, lengths, replica))
+    sampler.verify(gather)
+    broken = workspace.section.data.broken
+    checked = CheckedSamples(samples, lengths, SampleRules.of(resolved.vlm), broken)
+    return plan, run_on_all_ranks(lambda: Loader(reader.feed(checked, sampler), reader, checked))
+
+
+def _arrange(
+    workspace: Workspace, resolved: ResolvedRun, samples: VlmDataset, lengths: SampleLengths, replica: int
+) -> tuple[Plan, BalancedBatchSampler]:
+    packing, mixture = workspace.section.packing, workspace.section.data.mixture
+    if mixture == "repeat_time":
+        if not isinstance(samples, ConversationDataset):
+            raise ConfigError(
+                f"omnibal.data.mixture must be shares by source for a dataset of your own, got {mixture!r}"
+            )
+        mixture = samples.repeat_time()
+    typical = typical_lengths(lengths, mixture)
+    plan = workspace.resolve_plan(resolved.vlm.records, resolved.layout, typical, resolved.partition)
+    if dist.get_rank() == 0:
+        warn_of_other_data(plan, typical)
+        if packing.oversized != "drop":
+            warn_of_long_samples(resolved.vlm.config, lengths, plan.limits)
+    options: PackingOptions = {**packing.options, "mixture": mixture}
+    sampler = BalancedBatchSampler(
+        lengths, plan.limits, num_replicas=resolved.layout.num_replicas, rank=replica,
+        micro_batches=plan.micro_batches, **options,
+    )  # fmt: skip
+    return plan, sampler
+
+
+def warn_of_other_data(plan: Plan, lengths: SampleLengths) -> None:
+    """Say that a plan was made for other samples, if it was."""
+    if plan.made_from.get("lengths", lengths.content_hash) != lengths.content_hash:
+        LOG.warning(
+            "omnibal.pipeline.plan should be made for this run's data, got one made for other data; its packs and "
+            "times may not suit these: `omnibal plan --write` makes another"
+        )
+
+
+def warn_of_long_samples(config: Any, lengths: SampleLengths, limits: PackLimits) -> None:
+    """Say that samples are longer than what the model has learned positions for, if some are."""
+    positions, longest = getattr(config.text_config, "max_position_embeddings", None), lengths.summary.max_llm_tokens
+    if positions is not None and longest > positions:
+        LOG.warning(
+            "samples should have at most the model's %d positions, got one of %d tokens, which is trained whole; a "
+            "smaller omnibal.data.max_tiles makes samples shorter, omnibal.packing.oversized 'drop' leaves out those "
+            "beyond omnibal.packing.llm_tokens (%d)",
+            positions,
+            longest,
+            limits.llm_tokens,
+        )
+
+
+def stream_loader(
+    workspace: Workspace, resolved: ResolvedRun, sources: Any, place: PipelinePosition, reader: PackReader
+) -> tuple[Plan, Loader]:
+    """The plan of a run on streams, and this rank's loader."""
+    data, packing, num_steps = workspace.section.data, workspace.section.packing, workspace.section.run.max_steps
+    if num_steps is None:
+        raise ConfigError(
+            "omnibal.run.max_steps must say how long to train on a stream, got none; without lengths() it has no epochs"
+        )
+    if data.mixture == "repeat_time":
+        raise ConfigError("omnibal.data.mixture must be shares by source for streams, got 'repeat_time'")
+    if data.ray is not None:
+        raise ConfigError(f"omnibal.data.ray must be left out for a stream, which is read here, got {data.ray!r}")
+    if packing.method != "balanced":
+        raise ConfigError(f"omnibal.packing.method must be 'balanced' for a stream, got {packing.method!r}")
+    plan = workspace.resolve_plan(resolved.vlm.records, resolved.layout, None, resolved.partition)
+    # Where the encoder has replicas of its own, these share the packs of a step.
+    micro_batches = plan.micro_batches * resolved.layout.num_replicas // resolved.layout.shape(0)[0]
+    settings = StreamSettings(
+        limits=plan.limits,
+        micro_batches=micro_batches,
+        buffer=buffer_of(micro_batches),
+        num_steps=num_steps,
+        mixture=data.mixture,
+        seed=packing.seed,
+        oversized=packing.oversized,
+    )
+    feed = PipelineStreamFeed(
+        sources if isinstance(sources, Mapping) else {"data": sources},
+        settings,
+        layout=resolved.layout,
+        place=place,
+        reader=reader,
+        rules=SampleRules.of(resolved.vlm),
+    )
+    return plan, Loader(feed, reader)

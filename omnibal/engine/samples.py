@@ -1,39 +1,36 @@
-"""Samples with an index: what a dataset promises to training, and a rank's plan and loader made from it.
+"""What samples promise to training, which is checked as they are read, and streams of samples in the pipeline.
 
-Samples are checked as they are read: a broken promise names the sample.
+A broken promise names the sample. The first stage of a replica draws from a stream, and hands the labels of its packs
+to the last one: so a source is read once, and need not be the same when it is read again. Of tensor ranks the first one
+draws, and hands its packs to the others. All ranks hear what all packs hold, and what fails.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from omnibal.cluster import PipelinePosition
+from omnibal.cluster import Layout, PipelinePosition
+from omnibal.data.epoch import Step
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.limits import PackLimits
-from omnibal.data.packing_spec import PackingOptions
-from omnibal.data.source_draws import typical_lengths
-from omnibal.engine.loader import LEFT_OUT, Loader, PackReader, VlmDataset
-from omnibal.engine.resolve import ResolvedRun
+from omnibal.engine.reading import LEFT_OUT, Batch, PackReader, VlmDataset
 from omnibal.errors import ConfigError, DataError, OmnibalError, said
-from omnibal.feeds.sampler import BalancedBatchSampler
+from omnibal.feeds.buffer import BufferedSample, StreamSettings
+from omnibal.feeds.sources import part_of
+from omnibal.feeds.stream import VERSION, PlannedWindow, Position, StreamFeed, of_other_ranks, refuse_other_version
 from omnibal.formats.collate import IGNORED, MropeRule, Positions
-from omnibal.formats.conversations import ConversationDataset
 from omnibal.formats.measured import Broken
-from omnibal.plan import Plan
-from omnibal.ranks import check_shared, gather, rank_zero_first, run_on_all_ranks
+from omnibal.ranks import gather, new_gloo_group
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.measure import image_tokens_per_tile
-from omnibal.workspace import Workspace
 
-LOG: Final = logging.getLogger(__name__)
-MEASURES: Final = "measures the samples"  # what rank 0 does while the others wait
+DEALT: Final = ("num_ranks", "micro_batches", "buffer")
+"""Settings by which samples are dealt out, and that a resumed run may have otherwise."""
 
 
 def checked_lengths(dataset: VlmDataset, name: str = "dataset") -> SampleLengths:
@@ -210,81 +207,137 @@ def _beyond(ids: Tensor, vocabulary: int) -> Iterator[int]:
         yield from (end for end in map(int, ids.aminmax()) if not 0 <= end < vocabulary)
 
 
-def open_together(workspace: Workspace, part: Literal["train", "held_out"]) -> ConversationDataset:
-    """The section's ``data.train`` or ``data.held_out``, its samples measured; all ranks together.
+def checked_sample(item: Any, rules: SampleRules, dtype: torch.dtype) -> BufferedSample:
+    """A sample that keeps the model's rules, as the buffer holds it: pixels in the dtype that the model computes in."""
+    fields = item if isinstance(item, Mapping) else {}
+    tiles = sum(_entries(fields.get(name)) for name in ("pixel_values", "pixel_values_videos"))
+    tokens = _entries(fields.get("input_ids"))
+    problem = rules.problem(item, tiles=tiles, tokens=tokens, decoded=True)
+    if problem is not None:
+        raise DataError(f"a sample must {problem}")
+    item = rules.positions.joined(item) if isinstance(rules.positions, MropeRule) else item
+    names = ("input_ids", "labels", "positions", *rules.image_integers)
+    held = {name: item[name] for name in names if item.get(name) is not None}
+    held["pixel_values"] = item["pixel_values"].to(dtype) if tiles else None
+    return BufferedSample(held, (tiles, tokens, int((item["labels"][1:] != IGNORED).sum())))
 
-    Rank 0 alone indexes the annotations and measures the samples, or finds that those of an earlier run are as they
-    were. The others read what it has kept in ``run.output``, which all hosts must share.
+
+def _entries(value: Any) -> int:
+    return len(value) if isinstance(value, Tensor) and value.dim() else 0
+
+
+class PipelineStreamFeed(StreamFeed):
+    """The steps of one rank of a pipeline: the first rank of a replica draws, those of the last stage get labels.
+
+    Sources are the same on all ranks, and divided over the replicas of the first stage here.
     """
 
-    def open_and_measure() -> ConversationDataset:
-        dataset = workspace.dataset(part, measured=dist.get_rank() != 0)
-        # rank 0 measures and keeps them; the others read what is kept
-        checked_lengths(dataset, f"omnibal.data.{part} ({getattr(workspace.section.data, part)})")
-        return dataset
+    fills = False
 
-    check_shared(Path(workspace.section.run.output), name="run.output")
-    return rank_zero_first(open_and_measure, doing=MEASURES)
+    def __init__(
+        self,
+        sources: Mapping[str, Any],
+        settings: StreamSettings,
+        *,
+        layout: Layout,
+        place: PipelinePosition,
+        reader: PackReader,
+        rules: SampleRules,
+    ) -> None:
+        self._layout, self._place, self._reader, self._rules = layout, place, reader, rules
+        self._group: dist.ProcessGroup | None = None
+        self._counts, self._told_left_out = [*filter(None, (getattr(s, "left_out", None) for s in sources.values()))], 0
+        self._device = get_accelerator().current_device()
+        num_ranks, draws = layout.shape(0)[0], place.stage == 0 and place.tensor == 0
+        super().__init__(sources, settings, rank=place.replica % num_ranks, num_ranks=num_ranks, draws=draws)
 
+    def read(self, item: Any) -> BufferedSample:
+        return checked_sample(item, self._rules, self._reader.pixel_dtype)
 
-def sample_loader(
-    workspace: Workspace, resolved: ResolvedRun, samples: VlmDataset, place: PipelinePosition, reader: PackReader
-) -> tuple[Plan, Loader]:
-    """The plan of a run on samples with lengths, and this rank's loader; all ranks together."""
-    # Rank 0 asks for the lengths first: a dataset may measure them when asked, and keep them for the others. Then each
-    # rank arranges the same epoch by itself, and all compare what they arranged it from: no pack is sent.
-    lengths = rank_zero_first(lambda: checked_lengths(samples), doing=MEASURES)
-    layout = resolved.layout
-    replica = place.replica % layout.num_replicas  # an encoder with more replicas reads by its share alone
-    plan, sampler = run_on_all_ranks(lambda: _arrange(workspace, resolved, samples, lengths, replica))
-    sampler.verify(gather)
-    broken = workspace.section.data.broken
-    checked = CheckedSamples(samples, lengths, SampleRules.of(resolved.vlm), broken)
-    return plan, run_on_all_ranks(lambda: reader.loader(checked, sampler))
+    def pack(self, samples: list[BufferedSample], *_: Any) -> Batch:
+        return self._pinned(self._reader.collate([sample.held for sample in samples]))
 
+    def gather(self, told: Any) -> list[Any]:
+        return self._drawing_first(gather(told, group=self._group))
 
-def _arrange(
-    workspace: Workspace, resolved: ResolvedRun, samples: VlmDataset, lengths: SampleLengths, replica: int
-) -> tuple[Plan, BalancedBatchSampler]:
-    packing, mixture = workspace.section.packing, workspace.section.data.mixture
-    if mixture == "repeat_time":
-        if not isinstance(samples, ConversationDataset):
-            raise ConfigError(
-                f"omnibal.data.mixture must be shares by source for a dataset of your own, got {mixture!r}"
-            )
-        mixture = samples.repeat_time()
-    typical = typical_lengths(lengths, mixture)
-    plan = workspace.resolve_plan(resolved.vlm.records, resolved.layout, typical, resolved.partition)
-    if dist.get_rank() == 0:
-        warn_of_other_data(plan, typical)
-        if packing.oversized != "drop":
-            warn_of_long_samples(resolved.vlm.config, lengths, plan.limits)
-    options: PackingOptions = {**packing.options, "mixture": mixture}
-    sampler = BalancedBatchSampler(
-        lengths, plan.limits, num_replicas=resolved.layout.num_replicas, rank=replica,
-        micro_batches=plan.micro_batches, **options,
-    )  # fmt: skip
-    return plan, sampler
+    def part(self, name: str, items: Any, rank: int, num_ranks: int) -> Any:
+        return part_of(name, items, rank, num_ranks)
 
+    def step(self) -> tuple[Step, list[Any]] | None:
+        if not self.steps_left():
+            raise ConfigError(f"omnibal.run.max_steps must be all steps of a run on streams, got {self.steps_done}")
+        if self._group is None:  # of its own: it is used in a thread; made by all ranks at their first step
+            self._group = new_gloo_group()
+        found = super().step()
+        if found is None or not self._counts:
+            return found
+        told, self._told_left_out = self._told_left_out, sum(each.count for each in self._counts)
+        return replace(found[0], left_out=self._told_left_out - told), found[1]
 
-def warn_of_other_data(plan: Plan, lengths: SampleLengths) -> None:
-    """Say that a plan was made for other samples, if it was."""
-    if plan.made_from.get("lengths", lengths.content_hash) != lengths.content_hash:
-        LOG.warning(
-            "omnibal.pipeline.plan should be made for this run's data, got one made for other data; its packs and "
-            "times may not suit these: `omnibal plan --write` makes another"
-        )
+    def state_dict(self) -> dict[str, Any]:
+        """The positions of all replicas, the same on all ranks; all ranks together."""
+        replicas = self._drawing_first(gather(vars(self.position)))[: self.num_replicas]
+        return {
+            "version": VERSION, "made_from": self.made_from, "steps_done": self.steps_done, "replicas": replicas,
+        }  # fmt: skip
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a position; sources go on by their names, and a new one begins at its start."""
+        refuse_other_version(state)
+        before, positions = state["made_from"], [Position(**position) for position in state["replicas"]]
+        if any(before.get(name) != self.made_from[name] for name in DEALT):
+            position = of_other_ranks(positions, before, self.rank, self.num_replicas)
+            before = before | {name: self.made_from[name] for name in DEALT}
+        else:
+            position = positions[self.rank]
+        self.go_on(before, position, tells=dist.get_rank() == 0)
+        self.steps_done = state["steps_done"]
 
-def warn_of_long_samples(config: Any, lengths: SampleLengths, limits: PackLimits) -> None:
-    """Say that samples are longer than what the model has learned positions for, if some are."""
-    positions, longest = getattr(config.text_config, "max_position_embeddings", None), lengths.summary.max_llm_tokens
-    if positions is not None and longest > positions:
-        LOG.warning(
-            "samples should have at most the model's %d positions, got one of %d tokens, which is trained whole; a "
-            "smaller omnibal.data.max_tiles makes samples shorter, omnibal.packing.oversized 'drop' leaves out those "
-            "beyond omnibal.packing.llm_tokens (%d)",
-            positions,
-            longest,
-            limits.llm_tokens,
-        )
+    def _windows_of_run(self, begun: Position) -> Iterator[PlannedWindow]:
+        # Memory is pinned for the current device, which each thread has its own of: a new one begins with the first.
+        get_accelerator().set_device(self._device)
+        return super()._windows_of_run(begun)
+
+    def _pinned(self, batch: Batch) -> Batch:
+        pins = self._reader.pin_memory
+        return {name: tensor.pin_memory() for name, tensor in batch.items()} if pins else batch
+
+    def _drawing_first(self, told: list[Any]) -> list[Any]:
+        """What all ranks told, by rank, in the order that `StreamFeed` knows ranks in: those that draw come first."""
+        return [told[rank] for rank in sorted(range(len(told)), key=lambda rank: self._layout.position(rank).tensor)]
+
+    def received(self, window: PlannedWindow) -> list[Batch]:
+        """The packs of this rank in a window, which the rank that draws sends; to the last stage their labels alone."""
+        layout, (stage, replica, tensor) = self._layout, self._place
+        last, drawing, training = layout.num_stages - 1, layout.shape(0)[0], layout.num_replicas
+        if 0 < stage < last:
+            return window.batches
+        # All are in the thread that plans, and come to the same windows in the same order.
+        others = range(1, layout.num_tensor)
+        if stage == 0 and tensor > 0:
+            packs: list[Any] = [None]
+            dist.recv_object_list(packs, layout.rank(0, replica), self._group)
+            return [self._pinned(batch) for batch in packs[0]]
+        # Of all packs of a window pack n is drawn by replica n mod drawing, as its pack n // drawing, and trained by
+        # replica n mod training. One message for each window and pair of ranks: all packs, or the labels of the packs
+        # of both, one behind the other.
+        own = range(replica, window.loads.shape[1] * drawing, layout.shape(stage)[0])
+        peers: dict[int, list[int]] = {}
+        for number in own:
+            peers.setdefault(number % (training if stage == 0 else drawing), []).append(number)
+        if stage == 0:
+            for other in others:
+                dist.send_object_list([window.batches], layout.rank(0, replica, other), self._group)
+            for peer, numbers in peers.items() if last else ():
+                labels = torch.cat([window.batches[number // drawing]["labels"][0] for number in numbers])
+                for other in (0, *others):
+                    dist.send(labels, layout.rank(last, peer, other), self._group)
+            return window.batches
+        found: dict[int, Tensor] = {}
+        for peer, numbers in peers.items():
+            # The loads that all ranks heard say how long each pack's labels are; an empty pack has one token.
+            tokens = [max(int(window.loads[peer, number // drawing, 1]), 1) for number in numbers]
+            labels = torch.empty(sum(tokens), dtype=torch.int64)
+            dist.recv(labels, layout.rank(0, peer), self._group)
+            found |= zip(numbers, labels.split(tokens), strict=True)
+        return [self._pinned({"labels": found[number][None]}) for number in own]

@@ -18,7 +18,7 @@ from omnibal.errors import DataError, said
 from omnibal.feeds.sources import is_indexed
 from omnibal.formats.measured import Found, Items, lengths_of, survey
 from omnibal.formats.rows import Problem
-from omnibal.packs.loading import Dataset, PackSampler, PaddedSampler, PlannedLoads
+from omnibal.packs.loading import PackSampler, PaddedSampler, PlannedLoads
 from omnibal.ranks import check_same, gather, rank_and_size, run_on_all_ranks
 
 CHECKED_SAMPLES: Final = 16  # that each rank reads again before training, to check the stored lengths
@@ -95,7 +95,7 @@ def prepare(
     return sampler, collator_of(lengths=lengths, absorb=not check_lengths), size
 
 
-def measured(collator: Any, dataset: Dataset, num_workers: int = 0) -> SampleLengths:
+def measured(collator: Any, dataset: Any, num_workers: int = 0) -> SampleLengths:
     """Measure a dataset with all ranks, each of which reads a share of the samples in ``num_workers`` processes."""
     rank, num_ranks = rank_and_size()
 
@@ -126,7 +126,7 @@ def measured(collator: Any, dataset: Dataset, num_workers: int = 0) -> SampleLen
 
 
 def kept_lengths(
-    collator: Any, dataset: Dataset, folder: Path | None, *, saves: bool, num_workers: int
+    collator: Any, dataset: Any, folder: Path | None, *, saves: bool, num_workers: int
 ) -> tuple[SampleLengths, bool]:
     """Lengths as they were measured before, which are compared with the data, or measured now; all ranks together.
 
@@ -155,7 +155,7 @@ def kept_lengths(
     return found, False
 
 
-def refuse_other_lengths(collator: Any, dataset: Dataset, lengths: SampleLengths) -> None:
+def refuse_other_lengths(collator: Any, dataset: Any, lengths: SampleLengths) -> None:
     """Refuse, on all ranks alike, a dataset that differs between ranks or from the lengths: a few samples tell."""
     problem = None
     numbers = np.unique(np.linspace(0, len(dataset) - 1, CHECKED_SAMPLES, dtype=np.int64)).tolist()

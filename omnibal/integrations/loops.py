@@ -35,7 +35,7 @@ from omnibal.integrations.trainer.settings import (
 from omnibal.integrations.trainer.steps import AskedSteps, counted_profile, describe
 from omnibal.packs.apart import refuse_long_rows
 from omnibal.packs.collator import FAMILIES, Collator, PackCollator, SampleCollator
-from omnibal.packs.loading import Dataset, PackedView, PackSampler
+from omnibal.packs.loading import PackedView, PackSampler
 from omnibal.packs.losses import loss_per_target
 from omnibal.packs.proof import check_packed
 from omnibal.ranks import rank_and_size
@@ -136,7 +136,7 @@ def item_loads(item: Mapping[str, Any]) -> Loads:
 
 
 def balanced_loader(
-    dataset: Dataset,
+    dataset: Any,
     collate: Collator,
     limits: PackLimits | Callable[[SampleLengths], StepSize],
     *,

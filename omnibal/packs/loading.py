@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import Any, Protocol
+from typing import Any
 from warnings import warn
 
 import numpy as np
@@ -207,18 +207,10 @@ class PackItems:
     num_fillers: int = 0
 
 
-class Dataset(Protocol):
-    """A dataset of any host."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, sample: int, /) -> Any: ...
-
-
 class PackedView:
     """A dataset that is read pack by pack: a DataLoader asks it for a whole ``Pack``, and hands on what was drawn."""
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(self, dataset: Sequence[Any]) -> None:
         self.dataset = dataset
 
     def __len__(self) -> int:
@@ -255,8 +247,8 @@ class PlannedLoads:
         """
         lengths = self._lengths
         known = [each for each in (lengths.vision_units, lengths.llm_tokens, lengths.target_tokens) if each is not None]
-        planned = [tuple(int(column[sample]) for column in known) for sample in samples]
-        for sample, expected, loads in zip(samples, planned, found, strict=True):
+        for sample, loads in zip(samples, found, strict=True):
+            expected = tuple(int(column[sample]) for column in known)
             if any(own not in (None, other) for own, other in zip(loads, expected, strict=False)):
                 self._note(f"sample {sample}", f"vision units, LLM tokens and target tokens, {expected}, got {loads}")
         columns = lengths.vision_units, lengths.video_units, lengths.sound_units

@@ -15,8 +15,9 @@ from transformers import InternVLForConditionalGeneration
 from omnibal import train as train_file
 from omnibal.cluster import Layout
 from omnibal.data.limits import PackLimits
-from omnibal.engine import checkpointed, samples
+from omnibal.engine import checkpointed
 from omnibal.engine import engine as engine_file
+from omnibal.engine import loader as loader_file
 from omnibal.engine.checkpoint import latest_checkpoint
 from omnibal.engine.initialize import LOG, initialize
 from omnibal.errors import ConfigError, OmnibalError
@@ -200,7 +201,12 @@ def learns_nothing(config):
     """What is trained is told at the start, an end that no template writes, and a step without targets."""
     with pytest.MonkeyPatch.context() as patch:
         told = []
-        for log, level in ((LOG, "info"), (LOG, "warning"), (samples.LOG, "warning"), (engine_file.LOG, "warning")):
+        for log, level in (
+            (LOG, "info"),
+            (LOG, "warning"),
+            (loader_file.LOG, "warning"),
+            (engine_file.LOG, "warning"),
+        ):
             patch.setattr(log, level, lambda message, *values: told.append(message % values))
         engine, *_ = initialize(config=changed(config, "model", frozen=["vision"]), dataset=UntargetedDataset())
         assert engine.train_batch() == 0

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from omnibal.engine import streams
+from omnibal.engine import loader as loader_file
 from omnibal.engine.initialize import initialize
 from omnibal.errors import OmnibalError
 from omnibal.report.training import read_metrics
@@ -91,14 +91,14 @@ def watched(engine, steps):
 def everything(configs, plain, folder, streamed):
     """What four processes are needed for, as this rank sees it; buffers are small, so that there are many windows."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams, "buffer_of", lambda micro_batches: 24)
+        patch.setattr(loader_file, "buffer_of", lambda micro_batches: 24)
         return _everything(configs, plain, folder, streamed)
 
 
 def all_resumed(configs, folder):
     """The runs of other layouts alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams, "buffer_of", lambda micro_batches: 24)
+        patch.setattr(loader_file, "buffer_of", lambda micro_batches: 24)
         return _all_resumed(configs, folder)
 
 

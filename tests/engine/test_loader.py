@@ -3,7 +3,8 @@
 import pytest
 
 from omnibal.data.limits import PackLimits
-from omnibal.engine.loader import Loader, PackReader
+from omnibal.engine.loader import Loader
+from omnibal.engine.reading import PackReader
 from omnibal.feeds.sampler import BalancedBatchSampler
 from tools.synthetic import tiled_lengths
 

@@ -8,8 +8,7 @@ from itertools import islice
 
 import pytest
 
-from omnibal.engine.loader import PackReader, left_out_of
-from omnibal.engine.ray_packs import RayPacks
+from omnibal.engine.reading import PackReader, RayPacks, left_out_of
 from omnibal.engine.samples import CheckedSamples, SampleRules
 from omnibal.errors import ConfigError, DataError
 from omnibal.vlm import load_model

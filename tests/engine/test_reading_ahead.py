@@ -9,8 +9,8 @@ import torch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.engine.initialize import warn_of_added_end, warn_of_float32
-from omnibal.engine.loader import Loader, PackReader
-from omnibal.engine.samples import warn_of_long_samples, warn_of_other_data
+from omnibal.engine.loader import Loader, warn_of_long_samples, warn_of_other_data
+from omnibal.engine.reading import PackReader
 from omnibal.errors import DataError
 from omnibal.feeds.feed import PacksFromHere
 from omnibal.feeds.sampler import BalancedBatchSampler

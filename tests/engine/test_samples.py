@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from omnibal.data.lengths import SampleLengths
-from omnibal.engine import samples
-from omnibal.engine.samples import CheckedSamples, SampleRules, checked_lengths, open_together
-from omnibal.engine.streams import checked_sample
+from omnibal.engine import loader
+from omnibal.engine.loader import open_together
+from omnibal.engine.samples import CheckedSamples, SampleRules, checked_lengths, checked_sample
 from omnibal.errors import DataError
 from omnibal.formats.collate import GRIDS
 from omnibal.vlm import load_model
@@ -162,7 +162,7 @@ def test_a_file_without_samples_is_named_before_anything_is_arranged(tmp_path, m
     dataset = SmallDataset(0)
     dataset.lengths = lambda: SampleLengths([], [])
     monkeypatch.setattr(Workspace, "dataset", lambda *_, **__: dataset)
-    monkeypatch.setattr(samples.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(loader.dist, "get_rank", lambda: 0)
     expected = re.escape(f"omnibal.data.{part} ({file}) must hold at least one sample, got none")
     with pytest.raises(DataError, match=expected):
         open_together(workspace, part)

@@ -12,10 +12,10 @@ import pytest
 from omnibal.cluster import Layout
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
-from omnibal.engine import streams
-from omnibal.engine.loader import Loader, PackReader
-from omnibal.engine.samples import SampleRules
-from omnibal.engine.streams import PipelineStreamFeed
+from omnibal.engine import samples
+from omnibal.engine.loader import Loader
+from omnibal.engine.reading import PackReader
+from omnibal.engine.samples import PipelineStreamFeed, SampleRules
 from omnibal.errors import ConfigError, DataError
 from omnibal.feeds.buffer import StreamSettings
 from omnibal.vlm import load_model
@@ -51,8 +51,8 @@ class Ranks:
         self.size = size
         self._local, self._between_steps = threading.local(), Group(self.size)
         found = {name: getattr(self, name) for name in ("send", "recv", "get_rank")}
-        monkeypatch.setattr(streams, "dist", SimpleNamespace(**found))
-        monkeypatch.setattr(streams, "gather", self.gather)
+        monkeypatch.setattr(samples, "dist", SimpleNamespace(**found))
+        monkeypatch.setattr(samples, "gather", self.gather)
 
     def get_rank(self):
         return self._local.rank

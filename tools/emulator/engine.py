@@ -27,8 +27,8 @@ from omnibal.cost import Load
 from omnibal.data.epoch import Step
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import build_engine, meet
-from omnibal.engine.loader import Batch
 from omnibal.engine.module import VlmPipelineModule
+from omnibal.engine.reading import Batch
 from omnibal.engine.resolve import ResolvedRun
 from omnibal.errors import OmnibalError
 from omnibal.families.base import LayerRecord

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from omnibal.engine.ray_packs import RayPacks
+from omnibal.engine.reading import RayPacks
 from tools.bench import machine, print_table
 from tools.reading.bench import KINDS, picture, tiles_of
 
