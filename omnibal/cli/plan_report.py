@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.table import Table
 
-from omnibal.advise.changes import SAME_STEP
+from omnibal.advise.changes import SAME_STEP, TRAINER
 from omnibal.advise.estimate import Way, gain_over
 from omnibal.cli.planning import cheapest_way, present_plan, rate_of
 from omnibal.data.limits import largest_load
@@ -60,11 +60,12 @@ class GainOverPresent:
 
     def over(self, samples_per_second: float) -> str:
         """The gain of a plan that is predicted to train so many samples a second, in words."""
+        settings = replace(self.cheapest, name=TRAINER)  # which ones, says --explain
         if self.planned is None:
-            gain = gain_over(samples_per_second, [self.cheapest])
+            gain = gain_over(samples_per_second, [settings])
             return f"{gain}; the present configuration cannot train here: {self.problem}"
         name = "the present configuration" + (f", which {self.problem}" if self.problem else "")
-        return gain_over(self.planned, [Way(name, self.present), self.cheapest])
+        return gain_over(self.planned, [Way(name, self.present), settings])
 
 
 def _overflow(memory: Sequence[StageMemory], budgets: Sequence[int]) -> str:
@@ -124,7 +125,7 @@ class PlanReport:
             "gain": self.gain.over(rate),
             "step": f"{duration(predicted.step_seconds)} for {samples:,.0f} samples, {rate:,.1f} samples/s; stages "
             f"are idle {predicted.bubble_ratio:.1%} of the time",
-            "layout": f"{plan.layout} of {plan.known_cluster}, {plan.schedule}; a step has {plan.micro_batches} packs "
+            "layout": f"{plan.layout} of {plan.known_cluster}, {plan.schedule}; {plan.micro_batches} packs a replica "
             f"of at most {limits.vision_units:,} {unit} and {limits.llm_tokens:,} LLM tokens",
             "memory": f"the fullest device is {fullest:.1%} full; {recomputed} of {len(plan.recompute)} layers "
             "recompute",
@@ -141,6 +142,7 @@ class PlanReport:
             memory_table(memory, budgets),
             "plans that were weighed",
             _weighed_table([_record(choice) for choice in self.result.tried], unit),
+            f"compared with {self.gain.cheapest.name}",
             f"parameters trained: {trained_in_words(model.whole.trained)}",
             f"at most {gap:.1%} above the best partition of these packs",
         ]

@@ -238,7 +238,7 @@ def test_a_ds_config_needs_nothing_more(omnibal, ds_config, tmp_path, recompute)
     # Both are counted for the same samples and layers: a pipeline is beside what needs no pipeline.
     assert (
         f"gain {record['gain']:.2f}x the {present:,.1f} samples/s of the present configuration, "
-        f"{planned / cheapest:.2f}x the {cheapest:,.1f} samples/s of ZeRO with a trainer's own settings (zero"
+        f"{planned / cheapest:.2f}x the {cheapest:,.1f} samples/s of ZeRO with a trainer's own settings step"
     ) in text
     for word in ("layout 4 stages", "the fullest device is ", "layers recompute", f"written {tmp_path}"):
         assert word in text, word
@@ -288,7 +288,9 @@ def test_a_present_configuration_that_cannot_train_is_said(omnibal, refusal, ds_
     assert record["gain"] is None and record["problem"].startswith("layers of the partition must be 13")
     lines = omnibal("plan", config).stdout.splitlines()
     gain = next(line for line in lines if line.startswith("gain "))
-    assert "samples/s of ZeRO with a trainer's own settings (" in gain and "cannot train here: layers" in gain
+    assert (
+        "samples/s of ZeRO with a trainer's own settings; the present" in gain and "cannot train here: layers" in gain
+    )
 
 
 def test_a_plan_of_another_model_is_made_anew(omnibal, refusal, ds_config, tmp_path):

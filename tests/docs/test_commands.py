@@ -123,7 +123,5 @@ def test_every_reason_for_not_running_is_needed():
 
 
 def test_commands_are_found_as_they_stand():
-    text = (
-        "`omnibal plan a/b.json` or `omnibal plan --explain`\n\n    OMNIBAL_LIMITS=1 omnibal x \\\n        y    # z\n"
-    )
+    text = "`omnibal plan a/b.json`, `omnibal plan --explain`\n\n    OMNIBAL_LIMITS=1 omnibal x \\\n        y  # z\n"
     assert [*commands_of(text)] == ["omnibal x y", "omnibal plan a/b.json"]
