@@ -106,10 +106,10 @@ def read_conversation(record: Mapping[str, Any], root: Path, *, strict: bool = T
     }
     names_images = bool(named[IMAGE_MARK])
     turns = []
-    for place, role, content in _said(record, strict=strict):
-        text, within = _content(content, place, names_in_text=role == "user" and not names_images, strict=strict)
+    for where, role, content in _said(record, strict=strict):
+        text, within = _content(content, where, names_in_text=role == "user" and not names_images, strict=strict)
         if strict and role == "assistant" and not text.strip():
-            raise DataError(f"{place} must hold an answer, got an empty one")
+            raise DataError(f"{where} must hold an answer, got an empty one")
         turns.append(Turn(role, text))
         for mark, found in within.items():
             named[mark] += found
@@ -183,7 +183,7 @@ def _refuse_other_names(record: Mapping[str, Any]) -> None:
 
 
 def _said(record: Mapping[str, Any], *, strict: bool) -> list[tuple[str, str, Any]]:
-    """Who says what: the place of each turn, for messages, its role and its content."""
+    """Who says what: where each turn stands, for messages, its role and its content."""
     # Tables that unite columns have empty turns beside a question and its answer.
     key = next((key for key in TURN_KEYS if record.get(key)), None)
     said = [("system", "system", record["system"])] if record.get("system") else []
@@ -222,19 +222,19 @@ def _turns(turns: Any, key: str, *, strict: bool) -> list[tuple[str, str, Any]]:
     return [_turn(turn, f"{key}[{number}]", strict=strict) for number, turn in enumerate(turns)]
 
 
-def _turn(turn: Any, place: str, *, strict: bool) -> tuple[str, str, Any]:
+def _turn(turn: Any, where: str, *, strict: bool) -> tuple[str, str, Any]:
     if not isinstance(turn, Mapping):
         if strict:
-            raise DataError(f"{place} must be a turn, got {turn!r:.80}")
-        return place, "assistant", turn
+            raise DataError(f"{where} must be a turn, got {turn!r:.80}")
+        return where, "assistant", turn
     who, what = ("from", "value") if turn.get("from") is not None else ("role", "content")
     role, content = str(turn.get(who)), turn.get(what)
     if strict and (role not in ROLES or not isinstance(content, str | list)):
-        raise DataError(f"{place} must have {who} ({', '.join(ROLES)}) and {what}, got {turn!r:.80}")
-    return place, ROLES.get(role, "user" if role in OTHER_ASKERS else "assistant"), content
+        raise DataError(f"{where} must have {who} ({', '.join(ROLES)}) and {what}, got {turn!r:.80}")
+    return where, ROLES.get(role, "user" if role in OTHER_ASKERS else "assistant"), content
 
 
-def _content(content: Any, place: str, *, names_in_text: bool, strict: bool) -> tuple[str, Named]:
+def _content(content: Any, where: str, *, names_in_text: bool, strict: bool) -> tuple[str, Named]:
     """Text with a mark for each image, video and sound that the turn itself names, and these."""
     found: Named = {IMAGE_MARK: [], VIDEO_MARK: [], SOUND_MARK: []}
     if isinstance(content, str):
@@ -242,20 +242,20 @@ def _content(content: Any, place: str, *, names_in_text: bool, strict: bool) -> 
         return NAMED_IMAGE.sub(IMAGE_MARK, content) if found[IMAGE_MARK] else content, found
     if not isinstance(content, list):
         if strict:
-            raise DataError(f"{place} must be a text, got {content!r:.80}")
+            raise DataError(f"{where} must be a text, got {content!r:.80}")
         return "" if content is None else str(content), found
     text = ""
     for part in content:
         if not isinstance(part, Mapping):
             if strict:
-                raise DataError(f"{place} must be a text or a list of parts, got the part {part!r:.80}")
+                raise DataError(f"{where} must be a text or a list of parts, got the part {part!r:.80}")
             text += str(part)
             continue
         form = str(part.get("type")).removeprefix("input_")
         kind = next((k for k in ("video", "audio") if form.startswith(k) or part.get(k)), None)
         if kind is not None:
             text += f"<{kind}>"
-            found[f"<{kind}>"] += _clip_of(part, kind, place)
+            found[f"<{kind}>"] += _clip_of(part, kind, where)
             continue
         image = next((part[key] for key in PART_KEYS if part.get(key)), None)
         if form.startswith("image") or (image is not None and not part.get("text")):
@@ -264,17 +264,17 @@ def _content(content: Any, place: str, *, names_in_text: bool, strict: bool) -> 
         elif isinstance(part.get("text"), str):
             text += part["text"]
         elif strict:
-            raise DataError(f"{place} must have parts of text, images, videos and sounds, got {part!r:.80}")
+            raise DataError(f"{where} must have parts of text, images, videos and sounds, got {part!r:.80}")
     return text, found
 
 
-def _clip_of(part: Mapping[str, Any], kind: str, place: str) -> list[Any]:
+def _clip_of(part: Mapping[str, Any], kind: str, where: str) -> list[Any]:
     """The video or sound that a part of a message names; none where the record does."""
     own = [key for key in OWN_SAMPLING if part.get(key) is not None]
     if own:
         remedy = "cut the file" if kind == "audio" else "video_preprocessor_config.json says how all videos are sampled"
         raise DataError(
-            f"{place} must leave {own[0]} to the {kind} processor of the model's folder, got {part[own[0]]!r}; {remedy}"
+            f"{where} must leave {own[0]} to the {kind} processor of the model's folder, got {part[own[0]]!r}; {remedy}"
         )
     keys = (kind, f"{kind}_url", f"input_{kind}", *PART_KEYS)
     clip = next((part[key] for key in keys if part.get(key)), None)

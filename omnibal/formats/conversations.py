@@ -169,7 +169,7 @@ class ConversationDataset:
         if not num_usable:
             return False
         some = np.unique(np.linspace(0, num_usable - 1, CHECKED_SAMPLES, dtype=np.int64))
-        usable = self._all.item_of(_place_among_all(some, left_out))
+        usable = self._all.item_of(_among_all(some, left_out))
         again = self._measure(np.concatenate([kept.broken_items, usable]))
         columns = kept.lengths.take(some).columns()
         loads = zip(*(columns.get(name, np.zeros_like(some)).tolist() for name in COLUMNS), strict=True)
@@ -207,7 +207,7 @@ class ConversationDataset:
 
     def _located(self, index: int) -> tuple[Row, Shard]:
         sample = range(len(self))[index]
-        item = self._all.item_of(_place_among_all(np.asarray(sample), self._left_out))
+        item = self._all.item_of(_among_all(np.asarray(sample), self._left_out))
         shard, number = self._all.locate(int(item))
         return shard.rows[number], shard
 
@@ -292,13 +292,13 @@ class LeftOut:
 
 
 class ConversationStream:
-    """The samples of a file or folder in their order; a resumed stream begins at its saved place in the file."""
+    """The samples of a file or folder in their order; a resumed stream begins at its saved position."""
 
     def __init__(self, file: AnnotationFile, model_format: ModelFormat, *, broken: Broken, workers: int) -> None:
         self._file, self._format, self._broken, self._workers = file, model_format, broken, workers
         self._share = 0, 1  # (rank, ranks): of n ranks each reads every n-th row
         self.left_out = LeftOut()
-        self._begins = self._place = RowPosition()
+        self._begins = self._position = RowPosition()
 
     @property
     def added_end(self) -> str:
@@ -319,8 +319,8 @@ class ConversationStream:
             rows, batch_size=None, collate_fn=_uncollated, num_workers=self._workers, generator=torch.Generator(),
             worker_init_fn=leave_ends_to_parent,
         )  # fmt: skip
-        for place, found in loader:
-            self._place = place
+        for position, found in loader:
+            self._position = position
             if isinstance(found, Problem) and self._broken == "error":
                 raise DataError(str(found))
             if isinstance(found, Problem):
@@ -330,10 +330,10 @@ class ConversationStream:
                 yield {name: None if value is None else value.clone() for name, value in found.items()}
 
     def state_dict(self) -> dict[str, int]:
-        return self._place._asdict()
+        return self._position._asdict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self._begins = self._place = RowPosition(**state)
+        self._begins = self._position = RowPosition(**state)
 
 
 class _Samples(IterableDataset[tuple[RowPosition, dict[str, Any] | Problem]]):
@@ -354,8 +354,8 @@ class _Samples(IterableDataset[tuple[RowPosition, dict[str, Any] | Problem]]):
         rank, num_ranks = self._share
         rows = stream_rows(self._file.path, self._begin)
         share = (found for found in rows if (found[1].number - 1) % num_ranks == rank)
-        for place, row in islice(share, turn, None, turns):
-            yield place, _or_problem(row, partial(self._read, row))
+        for position, row in islice(share, turn, None, turns):
+            yield position, _or_problem(row, partial(self._read, row))
 
     def _read(self, row: Row) -> dict[str, Any]:
         return self._format.sample(_prepare(row, self._file, self._format), with_pixels=True)
@@ -400,7 +400,7 @@ def _check_lines(path: Path) -> None:
         raise DataError(f"annotation must be JSON lines to be read as a stream, got {found} in {path}")
 
 
-def _place_among_all(usable: Ids, left_out: Ids) -> Ids:
+def _among_all(usable: Ids, left_out: Ids) -> Ids:
     """From numbers that count usable samples to those that count all; ``left_out`` is ascending."""
     usable_before = left_out - np.arange(len(left_out))
     return usable + np.searchsorted(usable_before, usable, side="right")

@@ -173,7 +173,7 @@ class RowPosition(NamedTuple):
 
 
 def stream_rows(path: Path, begin: RowPosition = RowPosition()) -> Iterator[tuple[RowPosition, Row]]:  # noqa: B008  (immutable)
-    """The rows of a file or folder in their order, each with the place behind it; nothing is read beforehand.
+    """The rows of a file or folder in their order, each with the position behind it; nothing is read beforehand.
 
     A row may be read until the next one is asked for.
     """
@@ -214,9 +214,9 @@ def _stream_table(path: Path, begin: RowPosition) -> Iterator[tuple[int, int, Ro
         for group in range(file.num_row_groups):
             rows = file.metadata.row_group(group).num_rows
             if number + rows > begin.lines:
-                for place, row in enumerate(file.read_row_group(group).to_pylist(), start=number + 1):
-                    if place > begin.lines:
-                        yield place, 0, Row(path, place, partial(dict, row), f"row {place}")
+                for line, row in enumerate(file.read_row_group(group).to_pylist(), start=number + 1):
+                    if line > begin.lines:
+                        yield line, 0, Row(path, line, partial(dict, row), f"row {line}")
             number += rows
     except Exception as error:  # damaged files fail in any way
         raise DataError(f"data must be Parquet that can be read, got {path}: {said(error)}") from error

@@ -126,14 +126,14 @@ class IndexedFile:
     def __init__(self, path: Path, index: Path | None = None) -> None:
         self.path = path
         self._kept: Path | None = None
-        place = None if index is None else _index_of(index, path)
-        found = None if place is None else _load_index(place)
+        folder = None if index is None else _index_of(index, path)
+        found = None if folder is None else _load_index(folder)
         self._entries, self.content_hash = found or (_scan_tar(path) if is_tar(path) else scan_json(path))
-        if place is not None and found is None and len(self):
-            _save_index(place, self._entries, self.content_hash)
-            found = _load_index(place)
+        if folder is not None and found is None and len(self):
+            _save_index(folder, self._entries, self.content_hash)
+            found = _load_index(folder)
         if found is not None:
-            (self._entries, self.content_hash), self._kept = found, place
+            (self._entries, self.content_hash), self._kept = found, folder
 
     def __getstate__(self) -> dict[str, Any]:
         # Workers map the places anew from the index on disk: copies of them would take memory in each process.
@@ -221,20 +221,20 @@ def _array_entries(path: Path) -> tuple[Offsets, Offsets]:
         text = file.read()
     decode, spaces, starts, stops = json.JSONDecoder().raw_decode, re.compile(r"\s*"), list[int](), list[int]()
 
-    def mark_from(place: int) -> int:
-        return spaces.match(text, place).end()  # type: ignore[union-attr]  # matches nothing at least
+    def mark_from(offset: int) -> int:
+        return spaces.match(text, offset).end()  # type: ignore[union-attr]  # matches nothing at least
 
     try:
-        place = mark_from(text.index("[") + 1)
-        while text[place : place + 1] != "]":
-            starts.append(place)
-            stops.append(decode(text, place)[1])
-            place = mark_from(stops[-1])
-            if text[place : place + 1] != "]":
-                if text[place : place + 1] != ",":
-                    raise json.JSONDecodeError("Expecting ',' or ']'", text, place)
-                place = mark_from(place + 1)
-        extra = mark_from(place + 1)
+        offset = mark_from(text.index("[") + 1)
+        while text[offset : offset + 1] != "]":
+            starts.append(offset)
+            stops.append(decode(text, offset)[1])
+            offset = mark_from(stops[-1])
+            if text[offset : offset + 1] != "]":
+                if text[offset : offset + 1] != ",":
+                    raise json.JSONDecodeError("Expecting ',' or ']'", text, offset)
+                offset = mark_from(offset + 1)
+        extra = mark_from(offset + 1)
         if extra < len(text):
             raise json.JSONDecodeError("The array has ended, and more follows", text, extra)
     except json.JSONDecodeError as error:

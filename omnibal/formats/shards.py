@@ -59,9 +59,9 @@ class Shard:
     max_tiles: int | None = None
     repeated: int | None = None  # samples that ``repeat_time`` asks for, where ``num_samples`` is another number
 
-    def conversation(self, place: int) -> Conversation:
+    def conversation(self, number: int) -> Conversation:
         """The conversation of a row; a ``DataError`` that names file and line where the row holds none."""
-        row = self.rows[place]
+        row = self.rows[number]
         try:
             return read_conversation(row.read(), self.root)
         except ValueError as error:

@@ -36,10 +36,10 @@ class Rendered:
         before, *after = self.text.split(mark)
         if len(after) != len(texts):
             raise ValueError(f"chat template must write {mark} for each of {len(texts)} videos, got {self.text!r:.200}")
-        shifts, place = list[tuple[int, int]](), len(before)
+        shifts, offset = list[tuple[int, int]](), len(before)
         for text, part in zip(texts, after, strict=True):
-            shifts.append((place, len(text) - len(mark)))
-            place += len(mark) + len(part)
+            shifts.append((offset, len(text) - len(mark)))
+            offset += len(mark) + len(part)
         moved = [sum(shift for at, shift in shifts if at < start) for start, _ in self.targets]
         targets = [(start + by, stop + by) for (start, stop), by in zip(self.targets, moved, strict=True)]
         return Rendered(before + "".join(map("".join, zip(texts, after, strict=True))), tuple(targets))

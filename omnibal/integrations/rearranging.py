@@ -195,7 +195,7 @@ class Phases:
             own = f"{kind}/"
             of_kind = {name.removeprefix(own): value for name, value in features.items() if name.startswith(own)}
             if any(len(value) for value in of_kind.values()):
-                arguments = encoder.place(arguments, of_kind)
+                arguments = encoder.insert(arguments, of_kind)
         outputs = self._forward(**arguments)
         loss = loss_per_target(outputs, labels, plan.total_targets)
         # All ranks must call the backward all-to-all, also a rank that uses none of its features.

@@ -73,7 +73,7 @@ class EncoderAdapter(Protocol):
             tensors: Those in ``takes``, on the model's device, with the rows of all samples: at least one row.
         """
 
-    def place(self, arguments: dict[str, Any], features: Mapping[str, Tensor]) -> dict[str, Any]:
+    def insert(self, arguments: dict[str, Any], features: Mapping[str, Tensor]) -> dict[str, Any]:
         """The arguments of the model's forward pass with this encoder's features among them.
 
         Args:
@@ -131,7 +131,7 @@ class VisionEncoder:
         features = {"features": _joined(encoded.pooler_output)}
         return features | {f"deepstack_{number}": _joined(layer) for number, layer in deep}
 
-    def place(self, arguments: dict[str, Any], features: Mapping[str, Tensor]) -> dict[str, Any]:
+    def insert(self, arguments: dict[str, Any], features: Mapping[str, Tensor]) -> dict[str, Any]:
         encoded: list[Any] = [[value] if self._listed else value for value in features.values()]
         whole, *deep = encoded
         outputs = BaseModelOutputWithPooling(pooler_output=whole)
@@ -173,7 +173,7 @@ class SoundEncoder:
         features = inner.multi_modal_projector(tower(frames, attention_mask=attention).last_hidden_state)
         return {"features": features[torch.arange(features.shape[1], device=mask.device) < tokens[:, None]]}
 
-    def place(self, arguments: dict[str, Any], features: Mapping[str, Tensor]) -> dict[str, Any]:
+    def insert(self, arguments: dict[str, Any], features: Mapping[str, Tensor]) -> dict[str, Any]:
         heard, values = (arguments["input_ids"] == self.token_id)[..., None], features["features"]
 
         def scatter(module: nn.Module, given: Any, embedded: Tensor) -> Tensor:

@@ -305,7 +305,7 @@ def _longest_positions(position_ids: Tensor, lengths: Sequence[int]) -> Sequence
 
 def _stretches(lengths: Sequence[int], longest: Sequence[int], threshold: int) -> Iterator[tuple[int, int]]:
     """(tokens, longest sample): neighbours that all keep the original frequencies together, each other sample alone."""
-    bounds = [0, *(place + 1 for place, size in enumerate(longest) if size > threshold), len(lengths)]
+    bounds = [0, *(number + 1 for number, size in enumerate(longest) if size > threshold), len(lengths)]
     for start, stop in pairwise(bounds):
         short = stop - (stop > start and longest[stop - 1] > threshold)
         if short > start:

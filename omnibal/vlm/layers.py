@@ -282,9 +282,9 @@ def adapter_name(path: str) -> str:
 
 
 @contextmanager
-def _forked_generator(seed: int | None, *place: int) -> Iterator[None]:
-    """Let the CPU's generator be a function of seed and place for a while; other devices' are left alone."""
+def _forked_generator(seed: int | None, *key: int) -> Iterator[None]:
+    """Let the CPU's generator be a function of seed and key for a while; other devices' are left alone."""
     with torch.random.fork_rng(devices=[]):
-        state = np.random.SeedSequence((seed or 0, *place)).generate_state(1, np.uint64)
+        state = np.random.SeedSequence((seed or 0, *key)).generate_state(1, np.uint64)
         torch.default_generator.manual_seed(int(state[0]) >> 1)
         yield

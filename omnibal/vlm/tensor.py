@@ -317,9 +317,9 @@ def share_layer(model: "VisionLanguageModel", index: int, layer: nn.Module, rank
         shared = tokens if parent.startswith(f"{BLOCK}.") else None
         # Queries, keys and values read one input, which is gathered, or whose gradients are added up, once. Attention
         # asks its input how many tokens it has.
-        place = parent if shared or len(children) > 1 else children[0]
-        _before(modules[place], shared.gathered if shared else partial(copy_of, ranks=ranks))
-        _mark_partial(modules[place], place, slices, rows)
+        path = parent if shared or len(children) > 1 else children[0]
+        _before(modules[path], shared.gathered if shared else partial(copy_of, ranks=ranks))
+        _mark_partial(modules[path], path, slices, rows)
         _share_attention(modules[parent], model, index, ranks)
 
 
@@ -355,11 +355,11 @@ def part_of(whole: Tensor, own: Slice) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, own.dim)
 
 
-def _mark_partial(module: nn.Module, place: str, slices: Mapping[str, Slice], rows: list[str]) -> None:
+def _mark_partial(module: nn.Module, path: str, slices: Mapping[str, Slice], rows: list[str]) -> None:
     """Mark what is whole behind `copy_of` and before the sum of a row layer: norms of heads, A of an adapter."""
     for name, parameter in module.named_parameters():
-        path = f"{place}.{name}"
-        if path not in slices and not any(path.startswith(f"{row}.") for row in rows):
+        weight = f"{path}.{name}"
+        if weight not in slices and not any(weight.startswith(f"{row}.") for row in rows):
             setattr(parameter, PARTIAL, None)
 
 
@@ -427,6 +427,6 @@ def add_up(gradients: Mapping[nn.Parameter, Tensor], ranks: TensorGroup) -> None
         # Heads of keys and values that several ranks have a copy of: each group of copies has a row of its own in one
         # message, which is short.
         rows = gradient.new_zeros(ranks.size // own.copies, gradient.numel())
-        place = ranks.rank // own.copies
-        rows[place] = gradient
-        gradient.copy_(ranks.sum_in_place(rows)[place])
+        row = ranks.rank // own.copies
+        rows[row] = gradient
+        gradient.copy_(ranks.sum_in_place(rows)[row])

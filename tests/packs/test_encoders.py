@@ -70,7 +70,7 @@ class Pairs:
         rows = tensors[self.takes[0]]
         return {"features": getattr(self.model, self.part)(rows.reshape(-1, 2 * self.width))}
 
-    def place(self, arguments, features):
+    def insert(self, arguments, features):
         placed = {**arguments.get("features", {}), self.token_id: features["features"]}
         return {**arguments, "features": placed}
 
