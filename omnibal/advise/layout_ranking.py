@@ -21,8 +21,8 @@ from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.families.base import encoder_layers
 from omnibal.memory.footprint import TrainingState
-from omnibal.pipeline.optimize import least_maximum
-from omnibal.pipeline.problem import differences
+from omnibal.pipeline.partition import least_maximum
+from omnibal.pipeline.search import differences
 from omnibal.pipeline.spread import split_profile
 from omnibal.planner.allocation import ModuleCost, allocate
 from omnibal.planner.packings import PlanRequest

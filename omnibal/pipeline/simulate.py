@@ -189,10 +189,25 @@ def simulate(
         >>> result.makespan_seconds, result.idle_seconds, round(result.bubble_ratio, 3)
         (15.0, array([3., 3.]), 0.2)
     """
-    durations, transfers = checked_seconds(
-        schedule, forward_seconds, backward_seconds, weight_seconds, transfer_seconds, mode
-    )
-    return run(schedule, durations, transfers, mode)
+    if len(set(schedule.replicas)) > 1:
+        raise ConfigError(f"replicas of a schedule must be as many on every stage, got {schedule.replicas}")
+    if mode not in get_args(Mode):
+        raise ConfigError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
+    shape = (schedule.micro_batches, schedule.num_stages)
+    forward = _seconds("forward_seconds", forward_seconds, shape)
+    backward = _seconds("backward_seconds", backward_seconds, shape)
+    if weight_seconds is None and any(schedule.pending_weights):
+        raise ConfigError("weight_seconds must be given for a schedule with B and W, got none")
+    weight = np.zeros(shape) if weight_seconds is None else _seconds("weight_seconds", weight_seconds, shape)
+    cuts = (shape[0], shape[1] - 1)
+    transfer = np.zeros(cuts) if transfer_seconds is None else _seconds("transfer_seconds", transfer_seconds, cuts)
+    durations = np.stack([forward, backward + weight, backward, weight])  # F, BW, B, W: the order of Operation
+    table = table_of(schedule, mode)
+    starts, ends = np.zeros((2, *table.operations.shape))
+    transfers, release = np.pad(transfer, ((0, 0), (0, 1))), np.zeros(len(table.lengths))
+    if not run_table(table, mode == "rendezvous", durations, transfers, release, starts, ends):
+        _refuse_deadlock(mode)
+    return Simulation(table, starts, ends)
 
 
 def simulate_step(
@@ -336,47 +351,9 @@ def mode_of(schedule: Schedule, unsplit: Mode) -> Mode:
     return "overlap" if schedule.replicas or any(schedule.pending_weights) else unsplit
 
 
-def run(schedule: Schedule, durations: FloatArray, transfers: FloatArray, mode: Mode) -> Simulation:
-    """:func:`simulate` on checked arrays.
-
-    ``durations`` are those of F, BW, B and W, (4, micro-batches, stages), ``transfers`` (micro-batches, stages).
-    """
-    table = table_of(schedule, mode)
-    starts, ends = np.zeros((2, *table.operations.shape))
-    release = np.zeros(len(table.lengths))
-    if not run_table(table, mode == "rendezvous", durations, transfers, release, starts, ends):
-        _refuse_deadlock(mode)
-    return Simulation(table, starts, ends)
-
-
 def _refuse_deadlock(mode: Mode) -> NoReturn:
     remedy = '; try mode="overlap"' if mode == "rendezvous" else ""
     raise ConfigError(f"a schedule must come to an end, got one that deadlocks in mode {mode!r}{remedy}")
-
-
-def checked_seconds(
-    schedule: Schedule,
-    forward_seconds: ArrayLike,
-    backward_seconds: ArrayLike,
-    weight_seconds: ArrayLike | None,
-    transfer_seconds: ArrayLike | None,
-    mode: Mode,
-) -> tuple[FloatArray, FloatArray]:
-    """Durations and transfers as :func:`run` takes them, from what :func:`simulate` takes."""
-    if len(set(schedule.replicas)) > 1:
-        raise ConfigError(f"replicas of a schedule must be as many on every stage, got {schedule.replicas}")
-    if mode not in get_args(Mode):
-        raise ConfigError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
-    shape = (schedule.micro_batches, schedule.num_stages)
-    forward = _seconds("forward_seconds", forward_seconds, shape)
-    backward = _seconds("backward_seconds", backward_seconds, shape)
-    if weight_seconds is None and any(schedule.pending_weights):
-        raise ConfigError("weight_seconds must be given for a schedule with B and W, got none")
-    weight = np.zeros(shape) if weight_seconds is None else _seconds("weight_seconds", weight_seconds, shape)
-    cuts = (shape[0], shape[1] - 1)
-    transfer = np.zeros(cuts) if transfer_seconds is None else _seconds("transfer_seconds", transfer_seconds, cuts)
-    # F, BW, B, W: the order of Operation
-    return np.stack([forward, backward + weight, backward, weight]), np.pad(transfer, ((0, 0), (0, 1)))
 
 
 def _seconds(name: str, values: ArrayLike, shape: tuple[int, int]) -> FloatArray:

@@ -13,8 +13,7 @@ from omnibal.cost import FloatArray
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import InfeasibleError, bytes_in_words
 from omnibal.families.base import encoder_layers
-from omnibal.pipeline.optimize import Boundaries, descend, least_maximum, model_optima
-from omnibal.pipeline.partition import Partition
+from omnibal.pipeline.partition import Boundaries, Partition, descend, least_maximum, model_optima
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.plan import Plan
 from omnibal.planner.packings import PlanRequest, packings

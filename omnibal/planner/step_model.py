@@ -24,10 +24,9 @@ from omnibal.families.base import encoder_layers
 from omnibal.memory.footprint import Footprint
 from omnibal.memory.recompute import StageTable, choose_levels, recompute_seconds
 from omnibal.memory.spread import SpreadFootprint
-from omnibal.pipeline.optimize import Boundaries, least_maximum
-from omnibal.pipeline.partition import Partition
-from omnibal.pipeline.problem import PartitionProblem
+from omnibal.pipeline.partition import Boundaries, Partition, least_maximum
 from omnibal.pipeline.schedule import ScheduleName
+from omnibal.pipeline.search import PartitionProblem
 from omnibal.pipeline.simulate import mode_of
 from omnibal.pipeline.spread import share_of_step, split_profile
 from omnibal.pipeline.times import StepTimes, Unit, backward_of_layers, step_times, summed

@@ -6,8 +6,8 @@ import numpy as np
 
 from omnibal.cluster import Links
 from omnibal.cost import CostModel, Load
-from omnibal.pipeline.problem import PartitionProblem
 from omnibal.pipeline.schedule import one_f_one_b
+from omnibal.pipeline.search import PartitionProblem
 from omnibal.pipeline.times import step_times
 from omnibal.profile.records import LayerCost, ModelProfile
 

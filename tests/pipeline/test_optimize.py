@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from omnibal.errors import InfeasibleError
-from omnibal.pipeline.optimize import descend, least_maximum, model_optima, neighbours
+from omnibal.pipeline.partition import descend, least_maximum, model_optima, neighbours
 from tests.pipeline.random_problems import all_partitions
 
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from omnibal.pipeline.problem import PartitionProblem
+from omnibal.pipeline.search import PartitionProblem
 from tests.pipeline.oracles import schedule_of
 from tests.pipeline.profiles import fixed_profile
 from tests.pipeline.random_problems import all_partitions, problem_of, random_arguments

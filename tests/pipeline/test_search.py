@@ -11,8 +11,7 @@ from omnibal.cluster import Links
 from omnibal.cost import Load
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition
-from omnibal.pipeline.problem import PartitionProblem
-from omnibal.pipeline.search import METHODS, best_neighbours, greedy_anchor, search_partition
+from omnibal.pipeline.search import METHODS, PartitionProblem, best_neighbours, greedy_anchor, search_partition
 from omnibal.pipeline.simulate import simulate_step
 from tests.pipeline.profiles import fixed_profile, layer, profile
 from tests.pipeline.random_problems import all_partitions, problem_of, random_arguments, random_loads, random_profile

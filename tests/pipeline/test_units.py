@@ -7,8 +7,8 @@ from omnibal.cluster import Encoder, Layout, Links
 from omnibal.cost import Load
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition
-from omnibal.pipeline.problem import PartitionProblem
 from omnibal.pipeline.schedule import Operation, Schedule, one_f_one_b, zero_bubble
+from omnibal.pipeline.search import PartitionProblem
 from omnibal.pipeline.simulate import simulate, simulate_step
 from omnibal.pipeline.times import Unit, step_times
 from omnibal.pipeline.units import encoder_schedule, numbered, schedule_of

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from omnibal.data.limits import PackLimits
 from omnibal.errors import InfeasibleError
-from omnibal.pipeline.optimize import descend, model_optima
+from omnibal.pipeline.partition import descend, model_optima
 from omnibal.planner import PlanRequest, PlanResult, make_plan
 from omnibal.planner.packings import packings
 from omnibal.planner.search import Choice

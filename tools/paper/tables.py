@@ -13,9 +13,8 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio
 from omnibal.device import DEVICES
 from omnibal.pipeline.partition import parameter_cut
-from omnibal.pipeline.problem import PartitionProblem
 from omnibal.pipeline.schedule import one_f_one_b
-from omnibal.pipeline.search import greedy_anchor, search_partition
+from omnibal.pipeline.search import PartitionProblem, greedy_anchor, search_partition
 from omnibal.pipeline.times import step_times
 from tools.bench import table
 from tools.paper.datasets import captions, cut_into, llava

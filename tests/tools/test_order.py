@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnibal.errors import ConfigError
-from omnibal.pipeline.order import fill_intervals, order_micro_batches
 from omnibal.pipeline.schedule import Operation, one_f_one_b, zero_bubble
 from omnibal.pipeline.simulate import simulate
+from tools.disttrain.order import fill_intervals, order_micro_batches
 
 PLENTY = 10_000
 sizes = st.tuples(st.integers(1, 5), st.integers(1, 12), st.integers(0, 2**32))

@@ -14,7 +14,7 @@ from omnibal.compiled import compiled
 from omnibal.cost import FloatArray, IntArray, smallest_first
 from omnibal.errors import ConfigError, integer
 from omnibal.pipeline.schedule import Schedule
-from omnibal.pipeline.simulate import Mode, checked_seconds, run
+from omnibal.pipeline.simulate import Mode, simulate
 
 
 def order_micro_batches(
@@ -55,14 +55,20 @@ def order_micro_batches(
         [1, 0, 3, 2]
     """
     integer("max_simulations", max_simulations, 3)
-    seconds = (forward_seconds, backward_seconds, weight_seconds, transfer_seconds)
-    durations, transfers = checked_seconds(schedule, *seconds, mode)
+    forward, backward = (np.asarray(each, dtype=np.float64) for each in (forward_seconds, backward_seconds))
+    weight, transfer = (
+        None if each is None else np.asarray(each, dtype=np.float64) for each in (weight_seconds, transfer_seconds)
+    )
 
     def makespan(order: IntArray) -> float:
-        return run(schedule, durations[:, order], transfers[order], mode).makespan_seconds
+        return simulate(
+            schedule, forward[order], backward[order], None if weight is None else weight[order],
+            None if transfer is None else transfer[order], mode=mode,
+        ).makespan_seconds  # fmt: skip
 
-    orders = [np.arange(schedule.micro_batches), fill_intervals(durations[0], durations[1])]
-    orders.append(smallest_first((durations[0] + durations[1]).sum(axis=1)))
+    whole = backward if weight is None else backward + weight
+    orders = [np.arange(schedule.micro_batches), fill_intervals(forward, whole)]
+    orders.append(smallest_first((forward + whole).sum(axis=1)))
     # Of orders that are equally fast the earlier one stays.
     shortest, _, best = min((makespan(order), rank, order) for rank, order in enumerate(orders))
     simulated, improving = len(orders), True
