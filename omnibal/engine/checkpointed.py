@@ -15,9 +15,6 @@ from zlib import crc32
 
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
-from deepspeed.runtime.fp16.loss_scaler import LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -25,8 +22,8 @@ from omnibal.engine import checkpoint as checkpoints
 from omnibal.engine.checkpoint import BASE_WEIGHTS, SavedFile
 from omnibal.engine.loader import Loader
 from omnibal.engine.module import grouping
-from omnibal.engine.optimizer_states import SavedStates
 from omnibal.engine.resolve import ResolvedRun
+from omnibal.engine.saved_states import CLASSES, SavedStates, check_layers, opened
 from omnibal.engine.settings import SettingChange, Settings, renew_rate
 from omnibal.engine.table import TableEngine
 from omnibal.errors import ConfigError, OmnibalError
@@ -36,8 +33,6 @@ from omnibal.ranks import WORK, any_rank, gather, naming_lost_ranks, rank_zero_o
 from omnibal.vlm.weights import check_data, load_data
 
 LOG: Final = logging.getLogger(__name__)
-# DeepSpeed's classes, of which its optimizers save objects beside tensors and numbers.
-_CLASSES: Final = (LossScaler, ZeroStageEnum, fragment_address)
 # Where the optimizer's state lies: under other values each rank reads it by the names of its weights.
 _STATE_LAYOUT: Final = ("partition", "num_replicas", "num_tensor", "zero_stage", "grad_accum_dtype")
 
@@ -176,7 +171,7 @@ class CheckpointedEngine(TableEngine):
                 write(to_write, str(path))
             checkpoints.flush(path)
             if is_zipfile(path):  # DeepSpeed can be asked for torch's older format, which is checked as it is read
-                check_data(path, *_CLASSES)
+                check_data(path, *CLASSES)
             return SavedFile.of(path, self.global_rank)
 
         try:
@@ -250,7 +245,7 @@ class CheckpointedEngine(TableEngine):
         rates = [group["lr"] for group in self.basic_optimizer.param_groups]
         path, state = self._load_by_deepspeed(folder, name, with_optimizer, by_name=states is not None)
         if states is not None:
-            states.load(self)
+            states.load()
         self._renew(saved, rates, with_optimizer)
         changed = moved + compare()  # with the steps of the schedule, counted anew
         if self.global_rank == 0 and changed:
@@ -292,7 +287,7 @@ class CheckpointedEngine(TableEngine):
         engines = self._get_all_ckpt_names(folder, name)
         # SDLoaderBase.load takes the first file where there are others than stages.
         of_engine = self._get_ckpt_name(folder, name) if len(engines) == self.mp_world_size else engines[0]
-        position = deepcopy(_opened(Path(of_engine))["sampler"])  # the file is mapped
+        position = deepcopy(opened(Path(of_engine))["sampler"])  # the file is mapped
         states = None
         if with_optimizer and by_name:
             if (
@@ -302,31 +297,11 @@ class CheckpointedEngine(TableEngine):
                     "zero_optimization.round_robin_gradients must be false to go on with other stages, replicas or "
                     "ZeRO, got true; DeepSpeed's files then do not say where weights lie"
                 )
-            layers = [index for index, _ in self.module.numbered_layers()]
-            states = SavedStates(checkpoint, manifest, layers, self.module.vlm, _opened, self.module.ranks)
-            states.check(self)
+            states = SavedStates(self, checkpoint, manifest)
         elif with_optimizer and self.save_zero_checkpoint:
-            _opened(Path(self._get_zero_ckpt_name(folder, name)))
-        self._check_layers(checkpoint)
+            opened(Path(self._get_zero_ckpt_name(folder, name)))
+        check_layers(self, checkpoint)
         return position, states
-
-    def _check_layers(self, checkpoint: Path) -> None:
-        """Open the files of this rank's layers, which must have their weights."""
-        for index, layer in self.module.numbered_layers():
-            expected = {name: tensor.shape for name, tensor in layer.state_dict().items()}
-            in_folder = set()  # weights beside adapters, which a checkpoint leaves to the model's folder
-            if self.resolved.base is not None:
-                in_folder = {name for name, parameter in layer.named_parameters() if not parameter.requires_grad}
-            saved = self.module.saved_state(
-                checkpoint, index, lambda path: {name: each.to("meta") for name, each in _opened(path).items()}
-            )
-            found = {name: tensor.shape for name, tensor in saved.items()}
-            differing = {name for name, _ in found.items() ^ expected.items()} - (in_folder - found.keys())
-            if differing:
-                raise ConfigError(
-                    f"checkpoint must be of a model with the same weights, got layer {index} of {checkpoint} with "
-                    f"other {', '.join(sorted(differing)[:3])}"
-                )
 
     def _load_by_deepspeed(
         self, folder: Path, name: str, with_optimizer: bool, *, by_name: bool
@@ -427,18 +402,7 @@ def _held(value: Any) -> Any:
 
 def _load(path: Any, map_location: Any = None) -> Any:
     # TorchCheckpointEngine.load unpickles whatever a file holds; this reads data only.
-    return load_data(path, *_CLASSES, map_location=map_location)
-
-
-def _opened(path: Path) -> Any:
-    """What a file holds; tensors are mapped, not read."""
-    try:
-        return load_data(path, *_CLASSES, map_location="cpu", mmap=is_zipfile(path))
-    except Exception as error:
-        others = checkpoints.offer(path.parent.parent, path.parent.name, checkpoints.has_all_files)
-        raise ConfigError(
-            f"checkpoint must be readable, got {path}: {type(error).__name__}: {error}{others}"
-        ) from error
+    return load_data(path, *CLASSES, map_location=map_location)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The optimizer's state from a checkpoint of other stages, replicas, tensor ranks or ZeRO, by the names of weights.
+"""What a checkpoint holds for a rank: the weights of its layers, and the optimizer's state by the names of weights.
 
 Every replica of a stage writes what it updates: whole weights without ZeRO; under ZeRO 1 and in bfloat16 equal shares
 of flat buffers, where a weight may lie on several replicas. Files say which names lie where. So each rank maps the
@@ -7,25 +7,61 @@ number of tensor ranks those of whole weights, one at a time, which it cuts anew
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+from zipfile import is_zipfile
 
 import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
+from omnibal.engine.checkpoint import has_all_files, offer
 from omnibal.engine.module import ON_ALL_RANKS, PLACEHOLDER
 from omnibal.errors import ConfigError
 from omnibal.vlm.layers import VisionLanguageModel
-from omnibal.vlm.tensor import TensorGroup
-from omnibal.vlm.weights import own_state
+from omnibal.vlm.weights import load_data, own_state
 
+# DeepSpeed's classes, of which its optimizers save objects beside tensors and numbers.
+CLASSES: Final = (LossScaler, ZeroStageEnum, fragment_address)
 # DeepSpeed's names of files: of the replicas' shares and, where there are none, of each stage's engine.
 _SHARE: Final = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _ENGINE: Final = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+
+
+def opened(path: Path) -> Any:
+    """What a file holds; tensors are mapped, not read."""
+    try:
+        return load_data(path, *CLASSES, map_location="cpu", mmap=is_zipfile(path))
+    except Exception as error:
+        others = offer(path.parent.parent, path.parent.name, has_all_files)
+        raise ConfigError(
+            f"checkpoint must be readable, got {path}: {type(error).__name__}: {error}{others}"
+        ) from error
+
+
+def check_layers(engine: Any, checkpoint: Path) -> None:
+    """Open the files of an engine's layers on this rank, which must have their weights."""
+    for index, layer in engine.module.numbered_layers():
+        expected = {name: tensor.shape for name, tensor in layer.state_dict().items()}
+        in_folder = set()  # weights beside adapters, which a checkpoint leaves to the model's folder
+        if engine.resolved.base is not None:
+            in_folder = {name for name, parameter in layer.named_parameters() if not parameter.requires_grad}
+        saved = engine.module.saved_state(
+            checkpoint, index, lambda path: {name: each.to("meta") for name, each in opened(path).items()}
+        )
+        found = {name: tensor.shape for name, tensor in saved.items()}
+        differing = {name for name, _ in found.items() ^ expected.items()} - (in_folder - found.keys())
+        if differing:
+            raise ConfigError(
+                f"checkpoint must be of a model with the same weights, got layer {index} of {checkpoint} with "
+                f"other {', '.join(sorted(differing)[:3])}"
+            )
 
 
 class SavedPart(NamedTuple):
@@ -49,18 +85,15 @@ class OwnPart(NamedTuple):
 
 
 class SavedStates:
-    """The optimizer's state of the weights in some layers."""
+    """The optimizer's state of the weights that an engine updates."""
 
-    def __init__(
-        self,
-        checkpoint: Path,
-        manifest: Mapping[str, Any],
-        layers: Collection[int],
-        vlm: VisionLanguageModel,
-        opened: Callable[[Path], Any],
-        ranks: TensorGroup,
-    ) -> None:
-        """Map the files of the stages that had ``layers``."""
+    def __init__(self, engine: Any, checkpoint: Path, manifest: Mapping[str, Any]) -> None:
+        """Map the files of the stages that had this rank's layers.
+
+        A ConfigError names a weight without state, or with state of another kind than a number for each weight.
+        """
+        self._engine, vlm, ranks = engine, engine.module.vlm, engine.module.ranks
+        layers = [index for index, _ in engine.module.numbered_layers()]
         self._vlm, self._ranks, self._size = vlm, ranks, manifest["num_tensor"]
         # By name on disk the parts of each tensor rank's weight that this rank reads.
         self._parts: dict[str, list[list[SavedPart]]] = {}
@@ -80,26 +113,15 @@ class SavedStates:
                 for name, part in _parts_of(checkpoint / file, opened(checkpoint / file), vlm):
                     self._parts.setdefault(name, [[] for _ in places])[wanted[number]].append(part)
         self._layers = {name: (index, own) for index in layers for own, name in vlm.weight_names(index).items()}
-
-    def check(self, engine: Any) -> None:
-        """Refuse a checkpoint that lacks state of a weight that this rank updates, or has another kind of it."""
         for _, owned in chain.from_iterable(_owned(engine)):
             for own in owned:
-                for part in chain.from_iterable(self._of(own)):
-                    lengths = {key: value.numel() for key, value in part.state.items() if _is_row(value)}
-                    key = next((key for key, length in lengths.items() if length != part.length), None)
-                    if key is not None:
-                        raise ConfigError(
-                            f"the optimizer's {key} must have a number for each weight to be cut otherwise, got "
-                            f"{lengths[key]} numbers for {part.length} weights of {own.name} in {part.path}; resume "
-                            "with the stages, replicas, tensor ranks and ZeRO of the checkpoint"
-                        )
+                self._of(own)
 
-    def load(self, engine: Any) -> None:
-        """Let an engine's optimizer go on from the state, where the weights of layers are loaded already."""
-        basic, state, groups = engine.basic_optimizer, dict[int, dict[str, Any]](), list[dict[str, Any]]()
-        has_copies = engine.optimizer is not basic
-        for group, owned in zip(basic.param_groups, _owned(engine), strict=True):
+    def load(self) -> None:
+        """Let the engine's optimizer go on from the state, where the weights of layers are loaded already."""
+        basic, state, groups = self._engine.basic_optimizer, dict[int, dict[str, Any]](), list[dict[str, Any]]()
+        has_copies = self._engine.optimizer is not basic
+        for group, owned in zip(basic.param_groups, _owned(self._engine), strict=True):
             first = len(state)
             for tensor, parts in owned:
                 state[len(state)] = self._state_of(tensor, parts)
@@ -109,7 +131,7 @@ class SavedStates:
             groups.append({**self._settings_of(group, names), "params": [*range(first, len(state))]})
         basic.load_state_dict({"state": state, "param_groups": groups})
         if has_copies:  # as DeepSpeed's own loading ends: the optimizer's state lies in other tensors now
-            engine.optimizer._link_all_hp_params()
+            self._engine.optimizer._link_all_hp_params()
 
     def _of(self, own: OwnPart) -> list[list[SavedPart]]:
         """Of each tensor rank the parts of its weight, one behind the other; none of a placeholder."""
@@ -124,6 +146,13 @@ class SavedStates:
                     numbers = expected if part.length is None else part.length
                     parts.append(part._replace(length=numbers))
                     length += numbers
+                    for key, value in part.state.items():
+                        if _is_row(value) and value.numel() != numbers:
+                            raise ConfigError(
+                                f"the optimizer's {key} must have a number for each weight to be cut otherwise, got "
+                                f"{value.numel()} numbers for {numbers} weights of {own.name} in {part.path}; resume "
+                                "with the stages, replicas, tensor ranks and ZeRO of the checkpoint"
+                            )
             if length != expected:
                 raise ConfigError(
                     f"checkpoint must hold the optimizer's state of {expected} weights of {own.name}, got {length} "
