@@ -3,11 +3,17 @@
 Ranks tell each other what their buffers hold in all, four numbers each, and agree on what a pack should hold. Each one
 takes about the oldest samples that make so many of these packs, and levels the packs among themselves: then any pack of
 one rank is like any of another, whichever run at the same time. Packs run in random order, so steps are random, too.
+
+Ranks fill their buffers at the same time (``SharedFilling``): all hear whom they wait for, and what failed.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +21,12 @@ import numpy.typing as npt
 from omnibal.cost import FloatArray, IntArray, Load
 from omnibal.data.balance.rules import VISION_PACKS, make_rules, survey
 from omnibal.data.balance.window import plan_window
-from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.metrics import dist_ratio, volume_bound
 from omnibal.data.packing_spec import DEFAULT_COST, PackingSpec, Ranks
 from omnibal.data.packs import Packs
+from omnibal.errors import ConfigError, DataError, said
+from omnibal.feeds.buffer import SampleBuffer, StreamSettings
 
 PART: Final = 0.75
 """The part of the emptiest buffer that a window takes: the rest is there to choose from."""
@@ -36,6 +42,8 @@ EDGE: Final = 64
 """Last samples of a window, and first ones behind it, that may change places."""
 NEAR: Final = 0.05
 """A window whose sums are within this share of a pack exchanges no more samples, as exchanges sort the sources."""
+FIRST_SAMPLES: Final = 16
+"""Samples by which ranks notice that they draw the same."""
 SHED: Final = (0.0, 0.0, 0.0, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
 """Shares of the samples that are left for the next window where they do not fit, try after try."""
 
@@ -209,80 +217,126 @@ def _packed(
     return None if packs is None else Packs(chosen[packs.samples], packs.starts).take(rng.permutation(len(packs)))
 
 
-class Evenness(NamedTuple):
-    """How even steps are, and how full their packs."""
+class _Waiting(NamedTuple):
+    """What a rank tells whose buffer is not full yet."""
 
-    vision: float
-    """Dist Ratio of vision units."""
-    cost: float
-    """Dist Ratio of cost."""
-    over: float
-    """Share of packs beyond the volume bound."""
-
-    @classmethod
-    def of(cls, lengths: SampleLengths, packs: Packs, limits: PackLimits, ranks: int) -> "Evenness":
-        """Evenness of packs in running order, step after step and rank after rank; micro-batches count as steps."""
-        load, steps = packs.load(lengths), np.arange(len(packs)).reshape(-1, ranks)
-        over = len(packs) / max(volume_bound(lengths.take(packs.samples), limits), 1) - 1
-        return cls(dist_ratio(load.vision_units[steps]), dist_ratio(DEFAULT_COST(load)[steps]), over)
+    source: str
+    idle_seconds: float
 
 
-def simulate_buffers(
-    lengths: SampleLengths,
-    limits: PackLimits,
-    *,
-    num_ranks: int,
-    buffer: int,
-    micro_batches: int = 1,
-    least_windows: int = 3,
-    least_steps: int = 60,
-    most_drawn: int = 1 << 22,
-) -> tuple[Packs, int]:
-    """Packs that ranks make of a stream that never ends, whose samples are drawn at random with replacement.
+class FullBuffer(NamedTuple):
+    """What a rank tells of its full buffer."""
 
-    Packs come micro-batch after micro-batch, rank after rank. The number beside them is the longest wait of a sample,
-    in samples that its rank drew between drawing and packing it.
-    """
-    rng = np.random.default_rng([num_ranks, buffer])
-    held: list[IntArray] = [np.zeros(0, dtype=np.int64)] * num_ranks
-    drawn_at = list(held)
-    micro: list[Packs] = []
-    oldest = window = drawn = 0
-    # Window after window, as `StreamFeed` plans them: all ranks draw, grow alike, agree, and pack what they hold.
-    while window < least_windows or (len(micro) < least_steps and drawn < most_drawn):
-        waited = [len(samples) for samples in held]
-        sizes = [buffer] * num_ranks
+    load: BufferLoad
+    kinds: int
+    """Kinds of input that the rank has met, by the bits of ``SampleLengths.kinds``."""
+    first: str
+    """A digest of the first samples, in the first window only: equal digests mean that two ranks read the same data."""
+    num_oversized: int
+    """Samples over a limit that the rank met since the window before."""
+    first_oversized: str
+
+
+_Count = Callable[[SampleBuffer], FullBuffer | DataError]
+
+
+class SharedFilling:
+    """Fills a rank's buffer together with all other ranks'; a rank without a buffer only gathers (see `StreamFeed`)."""
+
+    def __init__(self, gather: Callable[[Any], list[Any]], settings: StreamSettings, rank: int) -> None:
+        self.warn_seconds, self.wait_seconds = settings.warn_seconds, settings.wait_seconds
+        if not 0 < self.warn_seconds <= self.wait_seconds:
+            raise ConfigError(f"warn_seconds must lie between 0 and {self.wait_seconds}, got {self.warn_seconds}")
+        self._gather, self._settings, self._rank = gather, settings, rank
+
+    def heard(self, told: Any) -> list[Any]:
+        """What all ranks that draw tell; raises on all ranks where one of them tells a failure."""
+        return [theirs for theirs in self._gather(told) if theirs is not None]
+
+    def restore(self, buffer: SampleBuffer | None, kinds: int) -> list[FullBuffer]:
+        """Let all ranks come back to the buffers of a state; ``kinds`` are those met before."""
+        return self._drawn(buffer, SampleBuffer.restore, partial(self._full, kinds, False))
+
+    def fill(self, buffer: SampleBuffer | None, kinds: int, step: int, *, is_first: bool) -> list[FullBuffer]:
+        """Fill all ranks' buffers, further than usual where their samples are so short that they do not fill a step."""
+        count = partial(self._full, kinds, is_first)
+        of_ranks = self._drawn(buffer, partial(SampleBuffer.fill, step=step), count)
+        _refuse_same(of_ranks)
+        # A round ends where no rank has to grow further, which all know from the same numbers.
+        while max(times := growth([rank.load for rank in of_ranks], self._settings.micro_batches)) > 1:
+            size = 0 if buffer is None else grown(len(buffer.samples), times[self._rank])
+            of_ranks = self._drawn(buffer, partial(SampleBuffer.fill_up, num_samples=size), count)
+        return of_ranks
+
+    def _drawn(
+        self, buffer: SampleBuffer | None, draw: Callable[[SampleBuffer], None], count: _Count
+    ) -> list[FullBuffer]:
+        """Let all ranks draw, each in a thread of its own; nobody is waited for in silence, or without end."""
+        failures: list[DataError] = []
+
+        def drawing(buffer: SampleBuffer) -> None:
+            try:
+                draw(buffer)
+            except Exception as error:
+                failures.append(failure_of(error))
+
+        thread = threading.Thread(target=drawing, args=(buffer,), daemon=True, name="omnibal-draws")
+        heard, since = 0 if buffer is None else buffer.heard, time.monotonic()
+        if buffer is not None:
+            thread.start()
+        # Every warn_seconds at most, ranks tell each other that they are done, or for which source they wait.
         while True:
-            for rank, size in enumerate(sizes):
-                more = max(size - len(held[rank]), 0)
-                held[rank] = np.append(held[rank], rng.integers(0, len(lengths), more))
-                first = drawn_at[rank].max(initial=-1) + 1
-                drawn_at[rank] = np.append(drawn_at[rank], np.arange(first, first + more))
-                drawn += more
-            of_buffers = [buffer_load(lengths.take(samples), limits, ended=False) for samples in held]
-            if max(factors := growth(of_buffers, micro_batches)) == 1:
-                break
-            sizes = [grown(len(samples), by) for samples, by in zip(held, factors, strict=True)]
-        aim = agree(of_buffers, micro_batches)
-        of_ranks = []
-        for rank, samples in enumerate(held):
-            packs = plan_buffer(lengths.take(samples), aim, limits, waited=waited[rank], seed=[window, rank])
-            oldest = max(oldest, int(drawn_at[rank].max() - drawn_at[rank][packs.samples].min(initial=1 << 40)))
-            of_ranks.append(Packs(samples[packs.samples], packs.starts))
-            held[rank], drawn_at[rank] = np.delete(samples, packs.samples), np.delete(drawn_at[rank], packs.samples)
-        micro += [Packs.concatenate(packs.between(at, at + 1) for packs in of_ranks) for at in range(len(packs))]
-        window += 1
-    return Packs.concatenate(micro), oldest
+            told: Any = None
+            if buffer is not None:
+                thread.join(self.warn_seconds)
+                if buffer.heard != heard:
+                    heard, since = buffer.heard, time.monotonic()
+                if thread.is_alive():
+                    told = _Waiting(buffer.drawing_from, time.monotonic() - since)
+                else:
+                    told = failures[0] if failures else count(buffer)
+            of_ranks = self.heard(told)
+            waiting = {rank: what for rank, what in enumerate(of_ranks) if isinstance(what, _Waiting)}
+            if not waiting:
+                return of_ranks
+            self._name(waiting)
+
+    def _full(self, kinds: int, is_first: bool, buffer: SampleBuffer) -> FullBuffer | DataError:
+        try:
+            samples, lengths = buffer.samples.values(), buffer.lengths()
+            kinds = int(np.bitwise_or.reduce(lengths.kinds, initial=kinds))
+            first = [
+                (sample.loads, _ids(sample.held)) for sample, _ in zip(samples, range(FIRST_SAMPLES), strict=False)
+            ]
+            load = buffer_load(lengths, self._settings.limits, ended=buffer.ended, bounded=buffer.is_bounded)
+            first_samples = repr(first) if is_first else ""
+            return FullBuffer(load, kinds, first_samples, buffer.num_oversized, buffer.first_oversized)
+        except Exception as error:  # such as lengths that are none
+            return failure_of(error)
+
+    def _name(self, waiting: Mapping[int, _Waiting]) -> None:
+        for rank, (source, idle) in waiting.items():
+            if idle >= self.wait_seconds:
+                raise DataError(f"source {source!r} must bring samples, got none for {idle:.0f} s on rank {rank}")
+        told = [f"source {source!r} of rank {rank}, idle for {idle:.0f} s" for rank, (source, idle) in waiting.items()]
+        warnings.warn(f"all ranks wait for {'; '.join(told)}", stacklevel=2)
 
 
-def compare_with_plan(
-    lengths: SampleLengths, limits: PackLimits, *, num_ranks: int, micro_batches: int, buffer: int
-) -> tuple[Evenness, Evenness]:
-    """How even a stream's steps are, and how even those of one plan of all samples that they hold."""
-    shape = {"num_ranks": num_ranks, "micro_batches": micro_batches, "buffer": buffer}
-    packs, _ = simulate_buffers(lengths, limits, **shape, least_windows=2, least_steps=0)
-    drawn = lengths.take(packs.samples)
-    whole = arrange_epoch(drawn, limits, num_replicas=num_ranks, micro_batches=micro_batches).packs
-    # Steps hold a rank's micro-batches one after the other.
-    order = np.arange(len(whole)).reshape(-1, num_ranks, micro_batches).transpose(0, 2, 1).ravel()
-    return Evenness.of(lengths, packs, limits, num_ranks), Evenness.of(drawn, whole.take(order), limits, num_ranks)
+def failure_of(error: Exception) -> DataError:
+    return DataError(said(error))
+
+
+def _refuse_same(of_ranks: list[FullBuffer]) -> None:
+    """Refuse ranks that draw the same samples: each would be trained several times."""
+    seen: dict[str, int] = {}
+    for number, rank in enumerate(of_ranks):
+        if len(rank.first) > len("[]") and rank.first in seen:
+            raise DataError(
+                f"ranks must draw samples of their own, got the same first ones on ranks {seen[rank.first]} and "
+                f"{number}; divide the source over the ranks"
+            )
+        seen[rank.first] = number
+
+
+def _ids(held: Any) -> list[int]:
+    return np.asarray(held["input_ids"]).ravel().tolist() if isinstance(held, Mapping) and "input_ids" in held else []

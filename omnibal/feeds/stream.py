@@ -24,9 +24,8 @@ from omnibal.data.epoch import Step
 from omnibal.data.kinds import in_full, smallest_of_kinds
 from omnibal.errors import ConfigError, DataError
 from omnibal.feeds.buffer import BufferedSample, SampleBuffer, StreamSettings, taken_over
-from omnibal.feeds.buffer_plan import agree, plan_buffer
+from omnibal.feeds.buffer_plan import FullBuffer, SharedFilling, agree, failure_of, plan_buffer
 from omnibal.feeds.feed import ahead, step_in_words
-from omnibal.feeds.filling import FullBuffer, SharedFilling, failure_of
 
 VERSION: Final = "streams 2"
 """Form of saved positions; another one is refused."""

@@ -23,7 +23,7 @@ from omnibal.advise.paste import (
     with_layout,
 )
 from omnibal.advise.question import Question
-from omnibal.feeds.buffer_plan import buffer_of, compare_with_plan
+from omnibal.feeds.buffer_plan import buffer_of
 from omnibal.report.style import (
     BLUE,
     GIB,
@@ -122,7 +122,8 @@ class Report:
         if self.proposal is not None:
             found.append(self._limits(self.proposal))
             if asked.measured.is_stream:
-                found.append(self._buffer(self.proposal))
+                size = buffer_of(self.advice.after.recipe.micro_batches)
+                found.append(f"buffer: {size} samples of a rank planned at a time")
         return found
 
     def to_paste(self, layouts: LayoutReport | None = None) -> list[str]:
@@ -265,17 +266,6 @@ class Report:
             return f"{change.name}: {change.gain} × without packs ({change.detail}); packs take its place"
         buffered = change.name == "balance" and self.question.measured.is_stream
         return f"{change.name}: {change.gain} × ({change.detail}; takes {BUFFERED if buffered else change.cost})"
-
-    def _buffer(self, proposal: Proposal) -> str:
-        micro_batches = self.advice.after.recipe.micro_batches
-        size = buffer_of(micro_batches)
-        ranks = {"num_ranks": self.question.cluster.num_devices, "micro_batches": micro_batches}
-        ahead, whole = compare_with_plan(self.question.measured.lengths, proposal.limits, buffer=size, **ranks)
-        return (
-            f"buffer: {size} samples of a rank planned at a time make {ahead.over:.1%} more packs than their volume "
-            f"asks for; ranks wait {ahead.vision:.1%} by {self.question.model.units}, {ahead.cost:.1%} by cost "
-            f"(Dist Ratio); a plan of all these samples {whole.over:.1%}, {whole.vision:.1%} and {whole.cost:.1%}"
-        )
 
 
 def _figures(estimate: Estimate) -> dict[str, Any]:

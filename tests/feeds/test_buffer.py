@@ -10,8 +10,9 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, source_mix, step_randomness
 from omnibal.data.packing_spec import DEFAULT_COST
-from omnibal.feeds.buffer_plan import Aim, BufferLoad, agree, buffer_load, grown, growth, plan_buffer, simulate_buffers
+from omnibal.feeds.buffer_plan import Aim, BufferLoad, agree, buffer_load, grown, growth, plan_buffer
 from tests.data.strategies import pack_limits, sample_lengths
+from tools.sampling.buffers import simulate_buffers
 from tools.synthetic import tiled_lengths
 
 LIMITS = PackLimits(16, 7296)

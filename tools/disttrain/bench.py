@@ -16,7 +16,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.packing_spec import Method, PackingSpec
 from omnibal.data.packs import Packs
 from omnibal.dispatch.divide import divide
-from omnibal.feeds.buffer_plan import buffer_of, simulate_buffers
+from omnibal.feeds.buffer_plan import buffer_of
 from omnibal.pipeline.schedule import Schedule, one_f_one_b
 from omnibal.pipeline.search import search_partition
 from omnibal.pipeline.simulate import Simulation, simulate
@@ -25,6 +25,7 @@ from omnibal.profile.counted import analytic_profile
 from tools.bench import machine, print_table
 from tools.disttrain.order import fill_intervals, order_micro_batches
 from tools.partition.paper_models import LIMITS
+from tools.sampling.buffers import simulate_buffers
 from tools.sampling.rules import Task, random_batches
 from tools.synthetic import tiled_lengths
 
