@@ -13,8 +13,7 @@ import numpy.typing as npt
 from omnibal.cost import CostModel, FloatArray, IntArray, Load
 from omnibal.data.packing_spec import DEFAULT_COST
 from omnibal.dispatch.divide import METHODS, DivideMethod, divide
-from omnibal.dispatch.nodes import keep_in_nodes
-from omnibal.dispatch.rearrangement import Rearrangement
+from omnibal.dispatch.rearrangement import Rearrangement, keep_in_nodes
 from omnibal.errors import ConfigError, DataError, InfeasibleError
 
 PER_UNIT: Final = CostModel(vision_units=1)

@@ -8,11 +8,11 @@ from typing import Any, Final, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
-from omnibal.data.kinds import Loads, in_full
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.packing_spec import Oversized
+from omnibal.data.packs import Loads, in_full
 from omnibal.errors import ConfigError, DataError, integer, said
 from omnibal.feeds.sources import END, Source, already_divided, divided, lane_state, lanes_of, mark_of
 

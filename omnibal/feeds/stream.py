@@ -21,7 +21,7 @@ import numpy as np
 
 from omnibal.cost import IntArray, Load
 from omnibal.data.epoch import Step
-from omnibal.data.kinds import in_full, smallest_of_kinds
+from omnibal.data.packs import in_full, smallest_of_kinds
 from omnibal.errors import ConfigError, DataError
 from omnibal.feeds.buffer import BufferedSample, SampleBuffer, StreamSettings, taken_over
 from omnibal.feeds.buffer_plan import FullBuffer, SharedFilling, agree, failure_of, plan_buffer

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import ConcatDataset
 
-from omnibal.data.kinds import in_full
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.mixture import Mixture
+from omnibal.data.packs import in_full
 from omnibal.data.step_size import StepSize
 from omnibal.errors import DataError, said
 from omnibal.feeds.sources import is_indexed

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader
 
 from omnibal.advise.wait import phase_costs
 from omnibal.data.epoch import Step
-from omnibal.data.kinds import Loads, loads_of
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
+from omnibal.data.packs import Loads, loads_of
 from omnibal.data.source_draws import typical_lengths
 from omnibal.data.step_size import StepSize, fit_step
 from omnibal.errors import ConfigError, end_in_one_line, reporting

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from omnibal.data.epoch import Step
-from omnibal.data.kinds import NAMES, Loads, fillers_for, kinds_of
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.packing_spec import Oversized, Ranks
+from omnibal.data.packs import KIND_NAMES, Loads, fillers_for, kinds_of
 from omnibal.errors import DataError, end_in_one_line, integer, kind
 from omnibal.feeds.buffer import BufferedSample, StreamSettings
 from omnibal.feeds.feed import micro_batches_of
@@ -87,7 +87,7 @@ class PackedStream(StreamFeed):
         """A pack, with fillers where it is empty, or lacks a kind of input that others have."""
         has, smallest = reduce(or_, (kinds_of(sample.loads) for sample in samples), 0), self._blanks or smallest
         if missing := wanted & ~reduce(or_, smallest, has):
-            kind = next(name for bit, name in NAMES.items() if missing & bit)
+            kind = next(name for bit, name in KIND_NAMES.items() if missing & bit)
             raise DataError(
                 f"a rank must have drawn {kind} where others have, got none; mix sources so that all ranks do"
             )

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from omnibal.data.kinds import Loads, loads_of
 from omnibal.data.lengths import SampleLengths
+from omnibal.data.packs import Loads, loads_of
 from omnibal.errors import DataError
 from omnibal.families.base import WINDOWS
 from omnibal.formats.collate import IGNORED, MropeRule, Positions, mrope_positions

@@ -14,10 +14,9 @@ import numpy as np
 
 from omnibal.compiled import compiled
 from omnibal.cost import Load
-from omnibal.data.kinds import fillers_for, in_full, smallest_of_kinds
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.packs import Packs
+from omnibal.data.packs import Packs, fillers_for, in_full, smallest_of_kinds
 from omnibal.data.step_size import planned_with
 from omnibal.errors import ConfigError, DataError
 from omnibal.families.base import WINDOWS

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from omnibal.dispatch.divide import divide
-from omnibal.dispatch.nodes import keep_in_nodes
-from omnibal.dispatch.rearrangement import Rearrangement
+from omnibal.dispatch.rearrangement import Rearrangement, keep_in_nodes
 from omnibal.errors import ConfigError
 
 RANKS = 3

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from omnibal.cost import CostModel
-from omnibal.data.kinds import kinds_of
+from omnibal.data.packs import kinds_of
 from omnibal.dispatch.step_plan import Costs, PhaseCosts
 from omnibal.errors import ConfigError
 from omnibal.integrations.rearranging import RearrangedModel

@@ -12,8 +12,7 @@ from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.device import DEVICES
 from omnibal.dispatch.divide import divide
-from omnibal.dispatch.nodes import keep_in_nodes
-from omnibal.dispatch.rearrangement import Rearrangement
+from omnibal.dispatch.rearrangement import Rearrangement, keep_in_nodes
 from omnibal.dispatch.step_plan import Costs, Link, PhaseCosts, plan_step
 from omnibal.families import family_of
 from omnibal.profile.counted import analytic_profile
