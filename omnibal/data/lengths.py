@@ -2,10 +2,8 @@
 
 import hashlib
 import json
-import logging
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -39,8 +37,6 @@ MOST_COUNT: Final = 2**31 - 1
 
 SUMMARY_FILE: Final = "lengths.json"
 FORMAT: Final = 1
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -388,25 +384,6 @@ def _map_column(path: Path, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
             f"{path} must be one-dimensional of {np.dtype(dtype)}, got {column.dtype} of shape {column.shape}"
         )
     return read_only(column)
-
-
-@contextmanager
-def replaced_folder(path: Path) -> Iterator[Path]:
-    """A folder to write into, which takes the place of ``path`` at the end, when all is written.
-
-    An interrupted run leaves what was there, and whoever has that open keeps it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as scratch:
-        fresh = Path(scratch) / "fresh"
-        fresh.mkdir()
-        yield fresh
-        try:
-            if path.exists():
-                path.replace(Path(scratch) / "old")
-            fresh.replace(path)
-        except OSError as error:
-            logger.info("%s is kept by another process, which was faster: %s", path, error)
 
 
 def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

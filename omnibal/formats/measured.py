@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from omnibal.data.lengths import SampleLengths, replaced_folder
+from omnibal.data.lengths import SampleLengths
 from omnibal.errors import DataError, said
-from omnibal.formats.rows import Problem
+from omnibal.formats.rows import Problem, replaced_folder
 from omnibal.records import load_json
 
 FORMAT: Final = 2  # changes with the rules by which lengths are measured

@@ -12,6 +12,7 @@ import json
 import logging
 import re
 import tarfile
+import tempfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from omnibal.data.lengths import read_only, replaced_folder
+from omnibal.data.lengths import read_only
 from omnibal.errors import DataError, said, shortened
 from omnibal.formats.chat import BESIDE, IMAGE_MARK, SOUND_MARK, VIDEO_MARK
 from omnibal.records import parse_json
@@ -371,3 +372,22 @@ def _save_index(path: Path, entries: Entries, content_hash: str) -> None:
             row[:] = column
         kept.flush()
         (fresh / RECORD_FILE).write_text(json.dumps({"content_hash": content_hash}) + "\n")
+
+
+@contextmanager
+def replaced_folder(path: Path) -> Iterator[Path]:
+    """A folder to write into, which takes the place of ``path`` at the end, when all is written.
+
+    An interrupted run leaves what was there, and whoever has that open keeps it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as scratch:
+        fresh = Path(scratch) / "fresh"
+        fresh.mkdir()
+        yield fresh
+        try:
+            if path.exists():
+                path.replace(Path(scratch) / "old")
+            fresh.replace(path)
+        except OSError as error:
+            logger.info("%s is kept by another process, which was faster: %s", path, error)
