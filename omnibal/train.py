@@ -115,13 +115,17 @@ def train(
         )
         engine = start(workspace, model, dataset, own)
         del model  # its weights are copied
-        evaluated = _held_out_loader(engine, workspace, held_out)
+        if held_out is None and workspace.section.data.held_out:
+            held_out = open_together(workspace, "held_out")
+        evaluated = None if held_out is None else engine.held_out_loader(held_out)
         if resume:
             engine.load_checkpoint(checkpoints, tag, fall_back=True)
         if restart:
             rank_zero_only(lambda: _delete(checkpoints), doing="deletes checkpoints", where=engine.where)
         log = rank_zero_first(lambda: _begin(engine, workspace), doing="opens the log", where=engine.where)
-        if _train(engine, run, log, partial(_evaluate, engine, evaluated, log, on_evaluation)):
+        with EndRequest() as request:
+            is_done = _train(engine, run, log, partial(_evaluate, engine, evaluated, log, on_evaluation), request)
+        if is_done:
             rank_zero_only(lambda: _finish(run), doing="exports the model", where=engine.where)
     return engine
 
@@ -183,12 +187,6 @@ def _claimed(run: RunSection) -> ExitStack:
     return claim
 
 
-def _held_out_loader(engine: OmnibalEngine, workspace: Workspace, held_out: VlmDataset | None) -> Loader | None:
-    if held_out is None and workspace.section.data.held_out:
-        held_out = open_together(workspace, "held_out")
-    return None if held_out is None else engine.held_out_loader(held_out)
-
-
 def _check_checkpoints(run: RunSection, tag: str | None, *, resume: bool, restart: bool) -> None:
     """Refuse a run that could not begin as it is asked to, before anything that takes long."""
     checkpoints = run.files.checkpoints
@@ -233,23 +231,18 @@ def _begin(engine: OmnibalEngine, workspace: Workspace) -> MetricsLog | None:
     return MetricsLog(files.metrics, first_step=engine.global_steps, device=device_name(engine.device))
 
 
-def _train(engine: OmnibalEngine, run: RunSection, log: MetricsLog | None, evaluate: Callable[[tqdm], None]) -> bool:
-    """Train to the end of the last epoch, or to ``max_steps``; rank 0 has a log and shows the progress bar.
-
-    The memory of the second step is measured: by then the optimizer has its state. The result is whether the last step
-    was reached, or a signal ended the run before.
-    """
-    with EndRequest() as request:
-        return _steps(engine, run, log, evaluate, request)
-
-
-def _steps(
+def _train(
     engine: OmnibalEngine,
     run: RunSection,
     log: MetricsLog | None,
     evaluate: Callable[[tqdm], None],
     request: EndRequest,
 ) -> bool:
+    """Train to the end of the last epoch, or to ``max_steps``; rank 0 has a log and shows the progress bar.
+
+    The memory of the second step is measured: by then the optimizer has its state. The result is whether the last step
+    was reached, or a signal ended the run before.
+    """
     second_step = engine.global_steps + 1
     last_step = run.max_steps or engine.global_steps + engine.loader.steps_left(run.epochs)
     bar = tqdm(

@@ -1,13 +1,10 @@
 """The ``omnibal`` command."""
 
-import ast
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 from typer.main import get_command
 
 from omnibal.errors import ConfigError, OmnibalError, explain_import, require
@@ -27,7 +24,7 @@ MOVED: Final = {
 
 
 class _LazyGroup(TyperGroup):
-    """Imports a verb's module when that verb runs: numba and scipy are half of the time that ``--help`` would take.
+    """Imports a verb's module when that verb runs: numba and scipy take half a second.
 
     omnibal's own errors, and those of files, become one line: they say what to do; a traceback would hide it.
     """
@@ -46,15 +43,6 @@ class _LazyGroup(TyperGroup):
         function = getattr(import_module(f"omnibal.cli.{VERBS[cmd_name]}"), cmd_name.replace("-", "_"))
         verb.command(cmd_name)(function)
         return get_command(verb)
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Show what each verb does by the docstrings in the modules' sources, which are not imported."""
-        commands: dict[str, Any] = {name: TyperCommand(name, help=_docstring_of(name)) for name in VERBS}
-        listing = TyperGroup(
-            name=self.name, commands=commands, help=self.help, params=self.params,
-            rich_markup_mode=self.rich_markup_mode,
-        )  # fmt: skip
-        listing.format_help(ctx, formatter)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -78,17 +66,6 @@ class _LazyGroup(TyperGroup):
                 raise
             typer.echo(f"error: {error.filename} must be a path to read or write, got: {error.strerror}", err=True)
             raise typer.Exit(2) from None
-
-
-def _docstring_of(verb: str) -> str | None:
-    spec = find_spec(f"omnibal.cli.{VERBS[verb]}")
-    assert spec is not None and spec.origin is not None
-    body = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
-    return next(
-        ast.get_docstring(node)
-        for node in body
-        if isinstance(node, ast.FunctionDef) and node.name == verb.replace("-", "_")
-    )
 
 
 def _print_version(asked: bool) -> None:

@@ -11,6 +11,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Final, NotRequired  # pydantic needs it before Python 3.12
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from rich.table import Table
 from typing_extensions import TypedDict, Unpack
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
     from PIL import Image  # an extra that reports do without
 
 BALANCE: Final = "mean load of a step's packs over the largest, 1 if all are alike"
-# Steps over which shares are averaged, and points of a shorter run: a single step's shares are up to chance.
-SHARE_STEPS, SHARE_POINTS = 50, 20
+SHARE_STEPS = 50  # over which shares are averaged: a single step's are up to chance
 # Of a picture of answers: questions beside each other, letters in a line, pixels between the images of a question.
 COLUMNS, WORDS, GAP = 3, 38, 6
 SMOOTHING = 0.9  # weight of the past in the figures that are shown while training
@@ -297,10 +297,6 @@ def plot_training(metrics: Metrics, path: Path) -> None:
 
 def plot_shares(steps: Sequence[int], shares: Sequence[Mapping[str, tuple[float, float]]], path: Path) -> None:
     """Draw the share of each source of a mixture over steps: asked for, and held by some steps in a row on average."""
-    # Means of what sources gave over runs of steps, each drawn at the middle of its run.
-    run = min(SHARE_STEPS, -(-len(steps) // SHARE_POINTS))
-    begins = np.arange(0, len(steps), run)
-    middles = np.add.reduceat(np.asarray(steps), begins) / np.diff([*begins, len(steps)])
     with drawing(path, 9, 3.6) as figure:
         axes = figure.subplots()
         for number, name in enumerate(dict.fromkeys(name for step in shares for name in step)):
@@ -308,9 +304,8 @@ def plot_shares(steps: Sequence[int], shares: Sequence[Mapping[str, tuple[float,
             asked, held = 100 * np.array([step.get(name, (np.nan, np.nan)) for step in shares]).T
             color = SERIES[number % len(SERIES)]
             axes.plot(steps, asked, color=color, linewidth=0.8, linestyle="--")
-            counts = np.add.reduceat(np.isfinite(held).astype(np.int64), begins)
-            means = np.add.reduceat(np.nan_to_num(held), begins) / np.where(counts, counts, np.nan)
-            axes.plot(middles, means, color=color, label=label_of(name))
+            means = np.where(np.isfinite(held), _moving_mean(held, SHARE_STEPS), np.nan)
+            axes.plot(steps, means, color=color, label=label_of(name))
         axes.set(xlabel="step", ylabel="share, %", ylim=(0, None))
         legend_below(figure, axes)
 
@@ -344,18 +339,12 @@ def plot_answers(answers: Sequence[Answer], path: Path) -> None:
             )  # fmt: skip
 
 
-def _side_by_side(images: Sequence[Image.Image]) -> Image.Image:
+def _side_by_side(images: Sequence[Image.Image]) -> NDArray[np.uint8]:
     """The images of a question as one, each as high as the highest."""
-    from PIL import Image
-
     height = max(image.height for image in images)
-    scaled = [image.resize((round(image.width * height / image.height), height)) for image in images]
-    whole = Image.new("RGB", (sum(image.width + GAP for image in scaled) - GAP, height), "white")
-    left = 0
-    for image in scaled:
-        whole.paste(image, (left, 0))
-        left += image.width + GAP
-    return whole
+    scaled = [image.resize((round(image.width * height / image.height), height)).convert("RGB") for image in images]
+    gap = np.full((height, GAP, 3), 255, dtype=np.uint8)
+    return np.hstack([part for image in scaled for part in (np.asarray(image), gap)][:-1])
 
 
 def _moving_mean(values: FloatArray, window: int = 20) -> FloatArray:
