@@ -7,7 +7,7 @@ is kept; Bai et al., "Qwen2.5-VL" (2025), section 2.1, for windows; Bai et al., 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import ceil, floor, isqrt, sqrt
+from math import ceil, floor, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -86,8 +86,9 @@ def _image_load(sizes: Mapping[str, int], width: int, height: int) -> ImageLoad:
 
 def video_rule(config: Config, preprocessor: Config) -> VideoRule:
     """Frames, patches and tokens as ``Qwen2VLVideoProcessor`` or ``Qwen3VLVideoProcessor`` of transformers 5.23."""
-    if preprocessor.get("use_token_compression"):
-        raise ConfigError("use_token_compression of the video processor must be false, got true")
+    for key in ("use_token_compression", "cap_pixels_per_frame"):
+        if preprocessor.get(key):
+            raise ConfigError(f"{key} of the video processor must be false, got true")
     sampling = [preprocessor.get(key) for key in ("fps", "num_frames")]
     if preprocessor.get("do_sample_frames") and sampling.count(None) != 1:
         raise ConfigError(f"video processor must name one of fps and num_frames to sample by, got {sampling}")
@@ -125,12 +126,12 @@ _VIDEOS = {
     "rescale_factor": 1 / 255,
 }  # fmt: skip
 SECOND_VIDEOS = {
-    **_VIDEOS, "patch_size": 14, "do_sample_frames": False, "max_video_tokens": 128_000,
+    **_VIDEOS, "patch_size": 14, "do_sample_frames": False,
     "size": {"shortest_edge": 128 * 28**2, "longest_edge": 768 * 28**2},
     "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
 }  # fmt: skip
 THIRD_VIDEOS = {
-    **_VIDEOS, "patch_size": 16, "do_sample_frames": True, "fps": 2, "max_video_tokens": 768,
+    **_VIDEOS, "patch_size": 16, "do_sample_frames": True, "fps": 2,
     "size": {"shortest_edge": 128 * 32**2, "longest_edge": 768 * 32**2},
     "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
 }  # fmt: skip
@@ -143,11 +144,7 @@ class VideoSizes(NamedTuple):
     min_frames: int
     max_frames: int
     slice_frames: int  # frames of a temporal slice
-    sizes: Mapping[str, int]  # of patches
-    min_pixels: int
-    max_pixels: int
-    caps_frames: bool
-    most_tokens: int
+    sizes: Mapping[str, int]  # of patches, and the least and most pixels
 
     @classmethod
     def of(cls, preprocessor: Config) -> "VideoSizes":
@@ -159,17 +156,9 @@ class VideoSizes(NamedTuple):
             size(preprocessor, "min_frames"),
             size(preprocessor, "max_frames"),
             size(preprocessor, "temporal_patch_size"),
-            {key: size(preprocessor, key) for key in ("patch_size", "merge_size")},
-            size(pixels, "shortest_edge"),
-            size(pixels, "longest_edge"),
-            bool(preprocessor.get("cap_pixels_per_frame")),
-            size(preprocessor, "max_video_tokens", default=1),
+            {key: size(preprocessor, key) for key in ("patch_size", "merge_size")}
+            | {"min_pixels": size(pixels, "shortest_edge"), "max_pixels": size(pixels, "longest_edge")},
         )
-
-    @property
-    def block_pixels(self) -> int:
-        """Pixels of a frame that one LLM token stands for."""
-        return (self.sizes["patch_size"] * self.sizes["merge_size"]) ** 2
 
     def load(self, numbers: Sequence[int], columns: int, rows: int) -> VideoLoad:
         slices, merged = -(-len(numbers) // self.slice_frames), columns * rows // self.sizes["merge_size"] ** 2
@@ -177,7 +166,7 @@ class VideoSizes(NamedTuple):
 
 
 def _second_video(facts: VideoSizes, header: VideoHeader) -> VideoLoad:
-    frames, even, pixels = header.frames, facts.slice_frames, facts.max_pixels
+    frames, even = header.frames, facts.slice_frames
     numbers: Sequence[int] = range(frames)
     if facts.samples and header.fps is not None:
         if facts.num_frames is not None:
@@ -191,15 +180,11 @@ def _second_video(facts: VideoSizes, header: VideoHeader) -> VideoLoad:
         # As torch.arange counts, whose steps may be one too many, and whose numbers are of 32 bits.
         steps = np.arange(ceil(frames / (frames / wanted))) * (frames / wanted)
         numbers = [number for number in steps.astype(np.float32).astype(np.int64).tolist() if number < frames]
-    if facts.caps_frames:
-        share = int(facts.most_tokens * facts.block_pixels * 0.9) * even // len(numbers)
-        pixels = max(min(pixels, share), int(facts.min_pixels * 1.05))
-    limits = {"min_pixels": facts.min_pixels, "max_pixels": pixels}
-    return facts.load(numbers, *patch_grid(header.width, header.height, **facts.sizes, **limits))
+    return facts.load(numbers, *patch_grid(header.width, header.height, **facts.sizes))
 
 
 def _third_video(facts: VideoSizes, header: VideoHeader) -> VideoLoad:
-    total, even, pixels = header.frames, facts.slice_frames, facts.max_pixels
+    total, even = header.frames, facts.slice_frames
     frames, numbers = total, list(range(total))
     if facts.samples and header.fps is not None:
         frames = facts.num_frames or 0
@@ -209,16 +194,12 @@ def _third_video(facts: VideoSizes, header: VideoHeader) -> VideoLoad:
         numbers = np.linspace(0, total - 1, frames).round().astype(np.int64).tolist()
     if frames < even:
         raise ValueError(f"video must have at least {even} frames, got {frames}")
-    if facts.caps_frames:
-        share = min(facts.most_tokens * facts.block_pixels, pixels // frames)
-        pixels = max(share, int(facts.min_pixels * 1.05)) * frames
-    width, height, block = header.width, header.height, isqrt(facts.block_pixels)
+    width, height, block = header.width, header.height, facts.sizes["patch_size"] * facts.sizes["merge_size"]
     if min(width, height) < block:
         grow = max(block / height, block / width)
         width, height = int(width * grow), int(height * grow)
-    limits = {"min_pixels": facts.min_pixels, "max_pixels": pixels}
     counts = {"frames": frames, "even_frames": round(frames / even) * even}
-    load = facts.load(numbers, *patch_grid(width, height, **facts.sizes, **limits, **counts))
+    load = facts.load(numbers, *patch_grid(width, height, **facts.sizes, **counts))
     # Each slice has a run of its own behind its time, the mean of its first and last frame's; the last frame is
     # repeated to fill a slice, and frames without a rate are taken for 24 a second.
     times = [index / (header.fps or 24) for index in (*numbers, *numbers[-1:] * (-frames % even))]

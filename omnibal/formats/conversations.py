@@ -31,18 +31,16 @@ from omnibal.formats.measured import (
     Broken,
     Found,
     LengthsCache,
-    Loads,
     Measured,
     lengths_of,
     settle_problems,
-    summed,
     survey,
 )
 from omnibal.formats.media import MOST_PIXELS
 from omnibal.formats.model_format import ModelFormat, Prepared
 from omnibal.formats.rows import Problem, Row, is_tar
-from omnibal.formats.shards import AnnotationFile, Ids, Shard, Shards, named_files, names_of, open_shards
-from omnibal.formats.text import Encoded, encode
+from omnibal.formats.shards import AnnotationFile, Ids, Shard, Shards, among_all, named_files, names_of, open_shards
+from omnibal.formats.text import encode
 
 CHECKED_SAMPLES: Final = 64  # that are measured again before kept lengths are believed
 DECODED_ITEMS: Final = 5000  # most items whose files are decoded unasked when lengths are measured
@@ -169,7 +167,7 @@ class ConversationDataset:
         if not num_usable:
             return False
         some = np.unique(np.linspace(0, num_usable - 1, CHECKED_SAMPLES, dtype=np.int64))
-        usable = self._all.item_of(_among_all(some, left_out))
+        usable = self._all.item_of(among_all(some, left_out))
         again = self._measure(np.concatenate([kept.broken_items, usable]))
         columns = kept.lengths.take(some).columns()
         loads = zip(*(columns.get(name, np.zeros_like(some)).tolist() for name in COLUMNS), strict=True)
@@ -184,10 +182,10 @@ class ConversationDataset:
         return shards, self._format.fingerprint, self._decodes
 
     def _measure(self, items: Ids) -> Found:
-        """Loads of some items, whose texts are tokenised together."""
+        # Texts are tokenised together.
         found = [self._prepared(item) for item in items.tolist()]
         encoded = iter(encode(self.tokenizer, [entry.rendered for entry in found if isinstance(entry, Prepared)]))
-        return [entry if isinstance(entry, Problem) else _loads(entry, next(encoded)) for entry in found]
+        return [entry if isinstance(entry, Problem) else entry.loads(next(encoded)) for entry in found]
 
     def _prepared(self, item: int) -> Prepared | Problem:
         shard, number = self._all.locate(item)
@@ -202,12 +200,11 @@ class ConversationDataset:
         return _or_problem(row, prepare)
 
     def row_of(self, index: int) -> Row:
-        """Where a sample stands, and its record unread."""
         return self._located(index)[0]
 
     def _located(self, index: int) -> tuple[Row, Shard]:
         sample = range(len(self))[index]
-        item = self._all.item_of(_among_all(np.asarray(sample), self._left_out))
+        item = self._all.item_of(among_all(np.asarray(sample), self._left_out))
         shard, number = self._all.locate(int(item))
         return shard.rows[number], shard
 
@@ -302,7 +299,6 @@ class ConversationStream:
 
     @property
     def added_end(self) -> str:
-        """What ends each answer where the model's chat template writes nothing; empty where it does."""
         return self._format.added_end
 
     def part(self, rank: int, num_ranks: int) -> "ConversationStream":
@@ -398,20 +394,6 @@ def _check_lines(path: Path) -> None:
     if start in (b"", b"["):
         found = "a JSON array" if start else "nothing"
         raise DataError(f"annotation must be JSON lines to be read as a stream, got {found} in {path}")
-
-
-def _among_all(usable: Ids, left_out: Ids) -> Ids:
-    """From numbers that count usable samples to those that count all; ``left_out`` is ascending."""
-    usable_before = left_out - np.arange(len(left_out))
-    return usable + np.searchsorted(usable_before, usable, side="right")
-
-
-def _loads(sample: Prepared, encoded: Encoded) -> Loads:
-    images, videos, sounds = sample.images.loads, sample.videos.loads, sample.sounds.loads
-    units, tokens, _, *further = summed(images, videos, sounds)
-    # In ``encoded`` each image, each sound and each run of a video is still one token.
-    text = len(encoded.ids) - len(images) - len(sounds) - sum(len(load.runs) for load in videos)
-    return units, text + tokens, int(encoded.is_target[1:].sum()), *further
 
 
 def _uncollated(item: Any) -> Any:

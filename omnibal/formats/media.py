@@ -289,9 +289,7 @@ class VideoFormat:
         for header in PROBES:
             load, metadata = self.rule(header), VideoMetadata(total_num_frames=header.frames, fps=header.fps)
             frames = len(found.sample_frames(metadata, **sampling)) if found.do_sample_frames else header.frames
-            patches = load.vision_units  # the classes' own count leaves out what cap_pixels_per_frame says
-            if not self._settings.get("cap_pixels_per_frame"):
-                patches = found.get_num_of_video_patches(frames, header.height, header.width, {})
+            patches = found.get_num_of_video_patches(frames, header.height, header.width, {})
             if (frames, patches) != (len(load.numbers), load.vision_units):
                 raise ConfigError(
                     f"transformers must sample and resize videos as 5.23 does, got {transformers.__version__}, whose "

@@ -19,8 +19,9 @@ from PIL import Image
 
 from omnibal.errors import ConfigError, said
 from omnibal.families import family_of
-from omnibal.families.base import ImageLoad, ImageRule, Size
+from omnibal.families.base import ImageRule, Size
 from omnibal.formats.chat import IMAGE_MARK, Conversation, Picture, Turn
+from omnibal.formats.measured import Loads, summed
 from omnibal.formats.media import (
     MOST_PIXELS,
     SoundFormat,
@@ -31,7 +32,7 @@ from omnibal.formats.media import (
     sound_header,
     video_header,
 )
-from omnibal.formats.text import PROBE, ChatTemplate, Render, Rendered, encode, render_chatml, text_start
+from omnibal.formats.text import PROBE, ChatTemplate, Encoded, Render, Rendered, encode, render_chatml, text_start
 from omnibal.records import load_json
 
 if TYPE_CHECKING:
@@ -81,6 +82,13 @@ class Prepared:
     videos: Media
     sounds: Media
     max_tiles: int | None
+
+    def loads(self, encoded: Encoded) -> Loads:
+        """What the sample brings; in ``encoded`` each image, each sound and each run of a video is still one token."""
+        images, videos, sounds = self.images.loads, self.videos.loads, self.sounds.loads
+        units, tokens, _, *further = summed(images, videos, sounds)
+        text = len(encoded.ids) - len(images) - len(sounds) - sum(len(load.runs) for load in videos)
+        return units, text + tokens, int(encoded.is_target[1:].sum()), *further
 
 
 class ModelFormat:
@@ -143,10 +151,6 @@ class ModelFormat:
                 digest.update(file.read_bytes())
         return digest.hexdigest()
 
-    def image_loads(self, sizes: Sequence[Size], max_tiles: int | None = None) -> tuple[ImageLoad, ...]:
-        """The loads of images of these sizes; a ``ValueError`` where the model refuses such an image."""
-        return self._rule(max_tiles)[1](sizes)
-
     def pixels(self, images: Sequence[Image.Image], max_tiles: int | None = None) -> "dict[str, Tensor]":
         """The images of a sample as the model takes them, by the names of its arguments.
 
@@ -180,9 +184,10 @@ class ModelFormat:
 
     def prepare(self, conversation: Conversation, max_tiles: int | None = None) -> Prepared:
         """Read the headers of a conversation's files, and render its text, or raise a ``ValueError``."""
-        self.refuse_image_tokens(conversation)
+        self._refuse_image_tokens(conversation)
         sizes = tuple(image_size(image, self.max_image_pixels) for image in conversation.images)
-        images, videos, sounds = Media(conversation.images, sizes, self.image_loads(sizes, max_tiles)), Media(), Media()
+        _, rule = self._rule(max_tiles)
+        images, videos, sounds = Media(conversation.images, sizes, rule(sizes)), Media(), Media()
         rendered = self.render(conversation)
         if conversation.sounds:
             heard = tuple(map(sound_header, conversation.sounds))
@@ -234,7 +239,7 @@ class ModelFormat:
             raise ValueError(f"image must decode to the size that its header says, got another: {named(image)}")
         return decoded
 
-    def refuse_image_tokens(self, conversation: Conversation) -> None:
+    def _refuse_image_tokens(self, conversation: Conversation) -> None:
         """Raise a ``ValueError`` where a text holds the token that stands for images, videos or sounds."""
         tokens = [self.image_token, *([self.videos.token] if conversation.videos else [])]
         tokens += [self.sounds.token] if conversation.sounds else []

@@ -69,10 +69,7 @@ class Shard:
 
 
 class Shards:
-    """Annotation files one after another; items are numbered through, and so are samples.
-
-    ``num_samples`` counts the samples of all of them.
-    """
+    """Annotation files one after another; items are numbered through, and so are samples."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.parts = tuple(shards)
@@ -108,13 +105,18 @@ class Shards:
         return self._first_items[shard] + places
 
     def source_of(self, samples: Ids) -> Ids:
-        """The number of each sample's shard, of the shape of ``samples``."""
         return np.asarray(np.searchsorted(self._first_samples, samples, side="right") - 1, dtype=np.int64)
 
     def locate(self, item: int) -> tuple[Shard, int]:
         """The shard of an item, and its place in there."""
         number = int(np.searchsorted(self._first_items, item, side="right")) - 1
         return self.parts[number], item - int(self._first_items[number])
+
+
+def among_all(usable: Ids, left_out: Ids) -> Ids:
+    """From numbers that count usable samples to those that count all; ``left_out`` is ascending."""
+    usable_before = left_out - np.arange(len(left_out))
+    return usable + np.searchsorted(usable_before, usable, side="right")
 
 
 def names_of(shards: Sequence[Shard | AnnotationFile]) -> tuple[str, ...]:

@@ -35,11 +35,6 @@ class Timing:
 
     @classmethod
     def of(cls, seconds: Iterable[float]) -> Timing:
-        """Summarise repetitions.
-
-        >>> Timing.of([3.0, 1.0, 2.0, 2.0, 9.0])
-        Timing(seconds=2.0, spread_seconds=1.0)
-        """
         first, median, third = np.quantile(list(seconds), [0.25, 0.5, 0.75])
         return cls(float(median), float(third - first))
 
@@ -49,7 +44,6 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """The spread as a share of the median."""
         return self.spread_seconds / self.seconds if self.seconds else 0.0
 
 

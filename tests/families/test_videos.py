@@ -17,7 +17,7 @@ SAMPLINGS = [
     {"fps": 1, "min_frames": 4, "max_frames": 7},
     {"fps": None, "num_frames": 6},
     {"do_sample_frames": False},
-    {"cap_pixels_per_frame": True, "max_video_tokens": 20, "fps": 5, "max_frames": 30},
+    {"fps": 5, "max_frames": 30},
 ]
 
 
@@ -77,6 +77,7 @@ def test_a_rule_says_what_it_does_not_know():
     config = small_config("qwen3_vl").to_dict()
     for change, message in (
         ({"use_token_compression": True}, "use_token_compression of the video processor must be false"),
+        ({"cap_pixels_per_frame": True}, "cap_pixels_per_frame of the video processor must be false"),
         ({"num_frames": 3}, r"must name one of fps and num_frames to sample by, got \[2, 3\]"),
     ):
         with pytest.raises(ConfigError, match=message):
