@@ -344,6 +344,4 @@ def _weighed(layouts: LayoutReport) -> str:
     if layouts.answer.winner is None:
         return section(title, *lines)
     (heads, rows), winner = layouts.rows(), layouts.answer.candidates.index(layouts.answer.winner)
-    return section(
-        title, html_table([head.replace("-\n", "").replace("\n", " ") for head in heads], rows, marked=winner), *lines
-    )
+    return section(title, html_table(heads, rows, marked=winner), *lines)

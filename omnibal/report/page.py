@@ -20,10 +20,9 @@ from omnibal.memory.footprint import StageMemory
 from omnibal.plan import Plan
 from omnibal.planner.prediction import RANDOM, Variant
 from omnibal.profile.records import every_layer
-from omnibal.report.stages import plot_memory, plot_timeline, stage_layers
+from omnibal.report.stages import plot_memory, plot_timeline, stage_cells, step_figures
 from omnibal.report.style import (
     BLUE,
-    GIB,
     GREY,
     ORANGE,
     VERMILION,
@@ -180,30 +179,17 @@ def _stages(part: PlanPart, folder: Path) -> str:
     plot_memory(
         {"all recomputed": part.recomputed_memory, "plan": part.memory}, part.budget_bytes, folder / "memory.png"
     )
-    names = ("stage", "layers", "ViT + LLM", "that recompute", "busy", "GiB of a device", "of its budget")
+    last = part.variants[-1]
+    figures = step_figures(last.profile, part.plan, last.simulated[0], part.largest)
     return section(
         "Model and memory: what each stage holds",
-        html_table(names, [_stage_row(part, stage) for stage in range(part.plan.num_stages)]),
+        html_table(*stage_cells(figures["stages"])),
         picture(
             folder / "memory.png",
             "Memory of a device of each stage at its peak, with packs as large as the limits allow: if all layers "
             "recompute, and under the plan. The line is what it may hold.",
         ),
     )
-
-
-def _stage_row(part: PlanPart, stage: int) -> tuple[str, ...]:
-    variant = part.variants[-1]
-    layers = stage_layers(part.plan, variant.profile.layers, stage)
-    busy = np.mean([
-        run.stage_busy_seconds[stage] / step.pipeline_seconds for step in variant.simulated for run in step.replicas
-    ])  # fmt: skip
-    memory, budget = part.memory[stage].total, part.budget_bytes[stage]
-    return (
-        f"{stage}", f"{layers['first_layer']} … {layers['last_layer']}",
-        f"{layers['vision_layers']} + {layers['language_layers']}", f"{layers['recomputed']}", f"{busy:.0%}",
-        f"{memory / GIB:,.1f}", f"{memory / budget:.0%}",
-    )  # fmt: skip
 
 
 def _timeline(part: PlanPart, folder: Path) -> str:

@@ -33,10 +33,12 @@ from omnibal.report.style import (
     VERMILION,
     Column,
     Row,
+    cells_of,
     drawing,
     excess,
     in_milliseconds,
     legend_below,
+    make_table,
     milliseconds,
     scaled,
     short,
@@ -133,8 +135,8 @@ def _seconds(simulation: Simulation, stage: int, *operations: Operation) -> floa
     return float((simulation.ends[rows] - simulation.starts[rows])[ran].sum()) / len(rows)
 
 
-def stage_table(stages: Sequence[Row]) -> Table:
-    """A row per stage: its layers, its peak memory, its time for a micro-batch, and how much of the step it is idle."""
+def stage_cells(stages: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows, one a stage: its layers, its peak memory, its time for a micro-batch, how much it is idle."""
     unit, unit_name = unit_of(row["memory_bytes"] for row in stages)
     columns: list[Column] = [
         ("stage", "{stage}"),
@@ -147,7 +149,7 @@ def stage_table(stages: Sequence[Row]) -> Table:
         ("idle", "{idle_ratio:.1%}"),
         ("in\nflight", "{in_flight}"),
     ]
-    return table_of(stages, columns, words=2)
+    return [head for head, _ in columns], cells_of(stages, columns)
 
 
 def cut_of(boundaries: Sequence[int]) -> str:
@@ -239,7 +241,7 @@ class Explanation:
             f"{vision_unit_of(self.profile.layers)} and {limits.llm_tokens:,} LLM tokens",
             *cuts,
             f"cut at {cut_of(plan.partition.boundaries)}",
-            stage_table(figures["stages"]),
+            make_table(*stage_cells(figures["stages"]), words=2),
             f"step {milliseconds(step)} ms: pipeline {milliseconds(pipeline)} ms (bubble ratio "
             f"{figures['bubble_ratio']:.1%}), gradients and optimizer {milliseconds(step - pipeline)} ms",
         ]

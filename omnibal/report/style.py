@@ -99,15 +99,18 @@ def make_table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, words: in
     return table
 
 
-def table_of(rows: Iterable[Row], columns: Sequence[Column], *, words: int = 1) -> Table:
-    """A table of figures as they go into JSON; ``place`` is the number of a row.
+def cells_of(rows: Iterable[Row], columns: Sequence[Column]) -> list[list[str]]:
+    """Cells of a table of figures as they go into JSON; ``place`` is the number of a row.
 
-    >>> table_of([{"busy": 0.25}], [("stage", "{place}"), ("busy", "{busy:.0%}")]).row_count
-    1
+    >>> cells_of([{"busy": 0.25}], [("stage", "{place}"), ("busy", "{busy:.0%}")])
+    [['0', '25%']]
     """
-    numbered = ({"place": place, **row} for place, row in enumerate(rows))
-    cells = ([form.format_map(row) if isinstance(form, str) else form(row) for _, form in columns] for row in numbered)
-    return make_table([head for head, _ in columns], cells, words=words)
+    numbered = [{"place": place, **row} for place, row in enumerate(rows)]
+    return [[form.format_map(row) if isinstance(form, str) else form(row) for _, form in columns] for row in numbered]
+
+
+def table_of(rows: Iterable[Row], columns: Sequence[Column], *, words: int = 1) -> Table:
+    return make_table([head for head, _ in columns], cells_of(rows, columns), words=words)
 
 
 def scaled(name: str, unit: float, form: str = ",.1f") -> Callable[[Row], str]:
@@ -169,8 +172,6 @@ def stacked_bars(
     return places
 
 
-_PNG_WIDTH: Final = slice(16, 20)  # bytes of a PNG that hold its width
-_CSS_DOTS_PER_INCH: Final = 96
 CSS: Final = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1d2433; max-width: 62rem; margin: 2rem auto; padding: 0 1.2rem; }
 h1 { font-size: 1.7rem; margin-bottom: 0; }
@@ -185,8 +186,7 @@ th:first-child, td:first-child { text-align: left; }
 td { white-space: nowrap; }
 tr.mark td { font-weight: 700; }
 figure { margin: 1rem 0; }
-figure div.scroll { margin: 0; }
-figure img { display: block; height: auto; max-width: 100%; min-width: min(40rem, var(--drawn)); }
+figure img { display: block; height: auto; max-width: 100%; }
 figcaption { color: #5f6368; font-size: 0.9rem; }
 """
 
@@ -217,7 +217,9 @@ def code(lines: Sequence[str]) -> str:
 
 
 def html_table(names: Sequence[str], rows: Sequence[Sequence[str]], *, marked: int | None = None) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    """A table; heads may be broken into lines, as on a terminal."""
+    plain = (name.replace("-\n", "").replace("\n", " ") for name in names)
+    head = "".join(f"<th>{escape(name)}</th>" for name in plain)
     lines = []
     for number, row in enumerate(rows):
         mark = ' class="mark"' if number == marked else ""
@@ -227,15 +229,9 @@ def html_table(names: Sequence[str], rows: Sequence[Sequence[str]], *, marked: i
 
 
 def picture(path: Path, caption: str) -> str:
-    """A PNG within the page, as large as it was drawn, so that all pictures' texts have one size.
-
-    Where the page is narrower it shrinks, but only as far as its text can be read, and scrolls then.
-    """
-    content = path.read_bytes()
-    width = int.from_bytes(content[_PNG_WIDTH]) * _CSS_DOTS_PER_INCH // DOTS_PER_INCH
-    text, source = escape(caption), f"data:image/png;base64,{base64.b64encode(content).decode()}"
-    shown = _scrolled(f'<img alt="{text}" width="{width}" style="--drawn: {width}px" src="{source}">')
-    return f"<figure>{shown}<figcaption>{text}</figcaption></figure>"
+    """A PNG within the page."""
+    text, source = escape(caption), f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+    return f'<figure><img alt="{text}" src="{source}"><figcaption>{text}</figcaption></figure>'
 
 
 def _scrolled(content: str) -> str:

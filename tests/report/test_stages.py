@@ -11,10 +11,14 @@ from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.plan import Plan
-from omnibal.report.stages import memory_table, plot_memory, stage_table, step_figures
-from omnibal.report.style import SERIES, VERMILION
+from omnibal.report.stages import memory_table, plot_memory, stage_cells, step_figures
+from omnibal.report.style import SERIES, VERMILION, make_table
 from tests.pipeline.profiles import layer, profile
 from tests.report.printed import rows_of, text_of
+
+
+def table_of_stages(stages):
+    return make_table(*stage_cells(stages), words=2)
 
 
 @pytest.fixture
@@ -67,13 +71,13 @@ def test_figures_are_of_the_slowest_replica():
 
 def test_the_table_has_a_row_per_stage(model):
     figures, _ = figures_of(model, (0, 1, 3, 5))
-    assert [row[:4] for row in rows_of(stage_table(figures["stages"]))] == [
+    assert [row[:4] for row in rows_of(table_of_stages(figures["stages"]))] == [
         ["0", "vision_block.0", "1+0", "1"],
         ["1", "vision_block.1", "2+0", "1"],
         ["2", "decoder_block.0", "0+2", "0"],
     ]
     wide = figures["stages"][0] | {"first_layer": "decoder_block.103", "vision_layers": 48, "language_layers": 80}
-    assert len(rows_of(stage_table([wide] * 2), 80)) == 2
+    assert len(rows_of(table_of_stages([wide] * 2), 80)) == 2
 
 
 GIB = 2**30
