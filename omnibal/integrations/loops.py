@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from omnibal.advise.wait import phase_costs
-from omnibal.data.epoch import Step
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
@@ -35,7 +34,7 @@ from omnibal.integrations.trainer.settings import (
 from omnibal.integrations.trainer.steps import AskedSteps, counted_profile, describe
 from omnibal.packs.apart import refuse_long_rows
 from omnibal.packs.collator import FAMILIES, Collator, PackCollator, SampleCollator
-from omnibal.packs.loading import PackedView, PackSampler
+from omnibal.packs.loading import PackedView, PackItems, PackSampler
 from omnibal.packs.losses import loss_per_target
 from omnibal.packs.proof import check_packed
 from omnibal.ranks import rank_and_size
@@ -47,11 +46,6 @@ TOKEN_WEIGHT: Final = "token_weight"
 """Name in a batch of the factor of its target tokens' summed losses: replicas / target tokens of the step."""
 
 
-def weight_of(step: Step, num_replicas: int) -> dict[str, Tensor]:
-    """What a batch of a step holds for ``pack_loss``."""
-    return {TOKEN_WEIGHT: torch.tensor(num_replicas / max(step.target_tokens or 0, 1))}
-
-
 class PackLoader(DataLoader[Any]):
     """A loader of this rank's packs, which is told the epoch and goes on in the middle of one.
 
@@ -60,8 +54,6 @@ class PackLoader(DataLoader[Any]):
     """
 
     _is_accelerate_prepared = True  # or accelerator.prepare would deal each rank's packs to all ranks again
-    weighs_tokens = False
-    """Whether batches hold what ``pack_loss`` needs."""
     _taken = 0  # batches that the loop has taken since the epoch began, or since it was resumed
 
     @property
@@ -82,11 +74,8 @@ class PackLoader(DataLoader[Any]):
         self.pack_sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a loop asks for no more than an iterator
-        sampler = self.pack_sampler
-        for number, batch in enumerate(super().__iter__()):
-            self._taken = number + 1
-            step = sampler.steps_done + number // sampler.micro_batches
-            yield batch | weight_of(sampler.step(step), sampler.num_replicas) if self.weighs_tokens else batch
+        for self._taken, batch in enumerate(super().__iter__(), start=1):
+            yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """The loop's position as a few JSON values, the same on all ranks."""
@@ -97,6 +86,20 @@ class PackLoader(DataLoader[Any]):
         """Go on from a state, also one of another number of ranks; a state of another plan is refused."""
         self.pack_sampler.load_state_dict(state)
         self._taken = 0
+
+
+class Weighing:
+    """A collator whose batches hold what ``pack_loss`` needs.
+
+    A pack brings its weight from the sampler, so that a loader which a host makes anew, as Accelerate does to skip
+    batches, has it, too.
+    """
+
+    def __init__(self, collate: Callable[[PackItems], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, drawn: PackItems) -> Any:
+        return self._collate(drawn) | {TOKEN_WEIGHT: torch.tensor(drawn.weight)}
 
 
 class ItemCollator(SampleCollator):
@@ -217,9 +220,8 @@ def balanced_loader(
         samples = samples_to_check(sampler.lengths, is_known=config.model_type in FAMILIES)
         check_packed(model, collator, [dataset[sample] for sample in samples])
     view: Any = PackedView(dataset)
-    loader = PackLoader(view, batch_sampler=sampler, collate_fn=collator, **options)
-    loader.weighs_tokens = weigh_tokens
-    return loader
+    collate_packs: Any = Weighing(collator) if weigh_tokens else collator
+    return PackLoader(view, batch_sampler=sampler, collate_fn=collate_packs, **options)
 
 
 def _ranks_of(mesh: "DeviceMesh | None") -> tuple[int, int]:

@@ -16,10 +16,11 @@ from omnibal.errors import DataError, end_in_one_line, integer, kind
 from omnibal.feeds.buffer import BufferedSample, StreamSettings
 from omnibal.feeds.feed import micro_batches_of
 from omnibal.feeds.stream import StreamFeed
-from omnibal.integrations.loops import ItemCollator, item_loads, weight_of
+from omnibal.integrations.loops import TOKEN_WEIGHT, ItemCollator, item_loads
 from omnibal.packs.apart import refuse_long_rows
 from omnibal.packs.collator import Collator, PackCollator
 from omnibal.packs.encoders import blank_samples
+from omnibal.packs.loading import token_weight
 from omnibal.packs.proof import check_packed, two_texts
 from omnibal.ranks import gather, new_gloo_group, rank_and_size
 
@@ -72,7 +73,8 @@ class PackedStream(StreamFeed):
     def __iter__(self) -> Iterator[Any]:
         for step, batch in micro_batches_of(self):
             self.last_step = step
-            yield batch | weight_of(step, self.num_replicas) if self._weigh_tokens else batch
+            weight = token_weight(step, self.num_replicas)
+            yield batch | {TOKEN_WEIGHT: torch.tensor(weight)} if self._weigh_tokens else batch
 
     def read(self, item: Any) -> BufferedSample:
         return self._measured(self._collator.sample(item))

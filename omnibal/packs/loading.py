@@ -14,6 +14,7 @@ import numpy as np
 
 from omnibal.compiled import compiled
 from omnibal.cost import Load
+from omnibal.data.epoch import Step
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs, fillers_for, in_full, smallest_of_kinds
@@ -30,9 +31,17 @@ class Pack(list[int]):
     ViT, which some ranks would else not run, or not on images or videos; or for a pack that holds nothing.
     """
 
+    weight = 0.0
+    """``token_weight`` of the step."""
+
     def __init__(self, samples: Sequence[int] = (), fillers: Sequence[int] = ()) -> None:
         super().__init__(samples)
         self.fillers = tuple(fillers)
+
+
+def token_weight(step: Step, num_replicas: int) -> float:
+    """The factor of summed losses of target tokens that makes them the mean over a step, for hosts that average."""
+    return num_replicas / max(step.target_tokens or 0, 1)
 
 
 class PackSampler(BalancedBatchSampler):
@@ -61,7 +70,10 @@ class PackSampler(BalancedBatchSampler):
             step, micro_batch = divmod(number, self.micro_batches)
             if micro_batch == 0:
                 packs = self.packs_of_all_ranks(self.steps_done + step)
-            yield packs[self.rank * self.micro_batches + micro_batch]
+                weight = token_weight(self.step(self.steps_done + step), self.num_replicas)
+            pack = packs[self.rank * self.micro_batches + micro_batch]
+            pack.weight = weight
+            yield pack
 
     def packs_of_all_ranks(self, step: int) -> list[Pack]:
         """The packs of a step of the current epoch, rank after rank, micro-batch after micro-batch."""
@@ -204,6 +216,7 @@ class PackItems:
     samples: tuple[int, ...]
     items: tuple[Any, ...]
     num_fillers: int = 0
+    weight: float = 0.0  # of the pack
 
 
 class PackedView:
@@ -221,7 +234,7 @@ class PackedView:
     def __getitems__(self, pack: Pack) -> PackItems:
         """The items of a pack; a DataLoader calls this in place of one ``[sample]`` after the other."""
         samples = (*pack, *pack.fillers)
-        return PackItems(samples, tuple(self.dataset[sample] for sample in samples), len(pack.fillers))
+        return PackItems(samples, tuple(self.dataset[sample] for sample in samples), len(pack.fillers), pack.weight)
 
 
 class PlannedLoads:

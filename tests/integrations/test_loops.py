@@ -56,6 +56,16 @@ def test_a_state_counts_the_steps_taken_and_not_what_workers_prefetched(workers)
     assert again.state_dict()["steps_done"] == len(whole) // 2
 
 
+def test_a_loader_that_accelerate_makes_anew_weighs_tokens_alike():
+    skip_first_batches = pytest.importorskip("accelerate").skip_first_batches
+    _, _, loader = loader_of()
+    weights = [batch[TOKEN_WEIGHT].item() for batch in loader]
+    loader.set_epoch(1)
+    loader.set_epoch(0)
+    assert len({*weights}) > 1
+    assert [batch[TOKEN_WEIGHT].item() for batch in skip_first_batches(loader, 3)] == weights[3:]
+
+
 def test_hosts_that_count_targets_get_the_arguments_of_the_model_alone():
     _, model, loader = loader_of(weigh_tokens=False)
     batch = next(iter(loader))
