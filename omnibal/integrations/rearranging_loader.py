@@ -35,7 +35,7 @@ from omnibal.packs.collator import (
 )
 from omnibal.packs.encoders import EncoderAdapter, device_and_dtype, encoders_of, known_phases, phases_of
 from omnibal.profile.records import Level
-from omnibal.ranks import Meeting, gather, new_gloo_group
+from omnibal.ranks import Meeting, check_same, gather, new_gloo_group
 
 BEGINNING: Final = 0, None  # a position: steps that are done, and the state of the source behind them
 AHEAD: Final = 2  # steps that are drawn and planned before they are wanted
@@ -85,14 +85,15 @@ class RearrangingLoader:
         # What ranks tell each other of a sample: a plan's columns, and rows of each kind's features and tensors.
         self._told = (*columns(phases), *map(features_of, encoders), *self._inputs)
         self._micro_batches = micro_batches
-        positions = collator.num_positions
-        settings = f"micro_batches={micro_batches}, {positions} rows of positions, {', '.join(encoders)}, {self._costs}"
+        # The link is measured by those that share samples.
+        settings = {"micro_batches": micro_batches, "encoders": [*encoders], "costs": replace(self._costs, link=None)}
+        check_same({**settings, "rows of positions": collator.num_positions})
         replicas = replicas or group
         self._ranks, sharing = dist.get_process_group_ranks(replicas), dist.get_process_group_ranks(group)
         if missing := {*sharing} - {*self._ranks}:
             raise ConfigError(f"replicas must have all ranks of group, got none of rank {min(missing)}")
         # A gloo group of its own, since a thread gathers what ranks draw.
-        self._settings, self._group, self._meeting = settings, new_gloo_group(replicas), Meeting(group)
+        self._group, self._meeting = new_gloo_group(replicas), Meeting(group)
         self._sharing = [self._ranks.index(rank) for rank in sharing]  # among the replicas
         self._num_ranks = len(sharing)
         self._prints = prints and dist.get_rank() == 0
@@ -197,21 +198,17 @@ class RearrangingLoader:
     ) -> tuple[list[list[IntArray]], RowKinds]:
         """Sizes of the micro-batches of all ranks, each (len(told), samples), and the largest rows of inputs.
 
-        A rank that has failed (a DataError in place of what it has drawn), has other settings, or is at another step
-        ends all ranks.
+        A rank that has failed (a DataError in place of what it has drawn) or is at another step ends all ranks.
         """
-        own = told if isinstance(told, DataError) else (self._settings, step, *told)
+        own = told if isinstance(told, DataError) else (step, *told)
         gathered: list[Any] = gather(own, group=self._group)
         rows = []
-        for rank, (settings, at, _, shapes) in zip(self._ranks, gathered, strict=True):
-            if settings != gathered[0][0]:
-                expected = f"those of rank {self._ranks[0]}, {gathered[0][0]}"
-                raise ConfigError(f"rank {rank}: settings must be {expected}, got {settings}")
-            if at != gathered[0][1]:
-                expected = f"stand at step {gathered[0][1]}, as on rank {self._ranks[0]}"
+        for rank, (at, _, shapes) in zip(self._ranks, gathered, strict=True):
+            if at != gathered[0][0]:
+                expected = f"stand at step {gathered[0][0]}, as on rank {self._ranks[0]}"
                 raise ConfigError(f"rank {rank}: the loader must {expected}, got step {at}")
             rows += [(f"rank {rank}: ", name, shape) for name, shape in shapes.items()]
-        return [sizes for _, _, sizes, _ in gathered], largest_rows(rows)
+        return [sizes for _, sizes, _ in gathered], largest_rows(rows)
 
     def _plan(self, ranks: Sequence[IntArray], total_targets: float) -> StepPlan:
         source = np.repeat(np.arange(len(ranks)), [sizes.shape[1] for sizes in ranks])
