@@ -18,10 +18,9 @@ from omnibal.errors import ConfigError, integer, kind
 from omnibal.memory.footprint import Footprint, StageMemory
 from omnibal.memory.spread import SpreadFootprint
 from omnibal.pipeline.partition import Partition
-from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
+from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName, schedule_of
 from omnibal.pipeline.simulate import StepSimulation, simulate_step
 from omnibal.pipeline.times import StepTimes, Unit, step_times
-from omnibal.pipeline.units import schedule_of
 from omnibal.profile.records import MOST_LAYERS, Level, ModelProfile, check_levels, levels_from_words, levels_in_words
 from omnibal.records import Record, read_record
 
@@ -148,7 +147,7 @@ class Plan:
     def times(self, profile: ModelProfile, load: Load, recompute: Sequence[Level]) -> StepTimes:
         """Seconds of every layer in one step at other recompute levels, as `simulate` counts them.
 
-        ``load`` holds all micro-batches in the order of their numbers (`omnibal.pipeline.units.numbered`). With a
+        ``load`` holds all micro-batches in the order of their numbers (`omnibal.pipeline.times.numbered`). With a
         spread encoder ``profile`` and ``recompute`` are those of the LLM's layers alone.
         """
         links, encoder_links = self._links_of_parts

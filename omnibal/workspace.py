@@ -24,7 +24,7 @@ from omnibal.errors import ConfigError, DataError
 from omnibal.families.base import LayerRecord, vision_unit_of
 from omnibal.families.parts import check_degree
 from omnibal.pipeline.partition import Partition
-from omnibal.pipeline.units import check_units
+from omnibal.pipeline.schedule import check_units
 from omnibal.plan import Plan
 from omnibal.profile.calibration import Calibration
 from omnibal.profile.counted import analytic_profile, with_sums

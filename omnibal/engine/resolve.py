@@ -24,7 +24,7 @@ from omnibal.families.base import TrainedCount, encoder_layers, trained_by_modul
 from omnibal.families.parts import check_degree
 from omnibal.formats.collate import GRIDS
 from omnibal.pipeline.partition import Partition
-from omnibal.pipeline.units import schedule_of
+from omnibal.pipeline.schedule import schedule_of
 from omnibal.vlm import load_model
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.workspace import Workspace

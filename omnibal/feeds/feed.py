@@ -49,7 +49,7 @@ class Feed(Protocol):
 class Share(NamedTuple):
     """Which packs of a step a rank reads: of all, in the order of their numbers, every ``num_shares``-th.
 
-    Micro-batch m of the sampler's rank d has the number ``n = m · ranks + d``, as in `omnibal.pipeline.units`: share d
+    Micro-batch m of the sampler's rank d has the number ``n = m · ranks + d`` (`omnibal.pipeline.schedule`): share d
     of as many shares as there are ranks is what the sampler gives rank d.
     """
 

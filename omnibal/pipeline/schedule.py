@@ -1,11 +1,23 @@
 """Pipeline schedules as plain data: for each stage the list of what it runs, in order.
 
 Letters: ``F`` forward; ``B`` backward to the inputs; ``W`` backward to the weights; ``BW`` both at once.
+
+Units are encoder and LLM with devices, and numbers of replicas, of their own. Micro-batch m of the LLM's replica d has
+the number ``n = m · replicas + d`` in the whole step. LLM replica ``n mod replicas`` runs it, and so does encoder
+replica ``n mod encoder replicas``: as one number divides the other, either an encoder serves several LLMs, or several
+encoders serve one in turns.
+
+    encoder 0   F0 F1 F2 F3 …             encoder 0   F0 F2 …
+    LLM 0          F0    F2 …             encoder 1   F1 F3 …
+    LLM 1             F1    F3 …          LLM 0          F0 F1 F2 F3 …
+
+Source of units: Zhang et al., DistTrain, SIGCOMM 2025, section 4, which brokers micro-batches between units; here they
+follow from their numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property, lru_cache
@@ -15,6 +27,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from omnibal.cluster import Encoder, Layout
 from omnibal.errors import ConfigError
 
 
@@ -39,19 +52,19 @@ class Operation(IntEnum):
         return self >= Operation.SEND_ACTIVATION
 
 
+_NAMES = [operation.name for operation in Operation]
+
+
 class Instruction(NamedTuple):
     operation: Operation
     micro_batch: int
-
-
-Orders = tuple[tuple[Instruction, ...], ...]
 
 
 class Table(NamedTuple):
     """The lists of a schedule as padded arrays, for compiled code; a row is a stage of one replica.
 
     Without units there is one row for each stage. With units all replicas meet, and every one has rows, the encoder's
-    first; micro-batches then have the numbers of `omnibal.pipeline.units`.
+    first; micro-batches then have their numbers in the step.
     """
 
     operations: NDArray[np.int8]  # (rows, longest list)
@@ -70,7 +83,7 @@ class Schedule:
     Args:
         stages: For each stage its (operation, micro-batch) pairs in the order in which it runs them.
         micro_batches: Micro-batches per step; of a replica of the last stage where stages have replicas of their own.
-        replicas: Of each stage with units (`omnibal.pipeline.units`); empty without. A stage numbers the micro-batches
+        replicas: Of each stage with units; empty without. A stage numbers the micro-batches
             of its own replica: one with half as many replicas runs twice as many.
         encoder_stages: With units, how many of the first stages are the encoder's.
 
@@ -90,38 +103,35 @@ class Schedule:
     encoder_stages: int = 0
 
     def __post_init__(self) -> None:
-        tables = tuple(_instructions(stage) for stage in self.stages)
-        object.__setattr__(self, "stages", tables)
-        self._check_numbers()
-        for stage, instructions in enumerate(tables):
-            _check_stage(stage, instructions, self.micro_batches_of(stage), _RUNS[stage < self.frozen_stages])
-
-    @classmethod
-    def of_orders(
-        cls, stages: Orders, micro_batches: int, replicas: tuple[int, ...] = (), encoder_stages: int = 0
-    ) -> Schedule:
-        """A schedule whose stages come from `stage_order`: checking every instruction again would take longest."""
-        made = object.__new__(cls)
-        vars(made).update(stages=stages, micro_batches=micro_batches, replicas=replicas, encoder_stages=encoder_stages)
-        made._check_numbers()
-        return made
-
-    def _check_numbers(self) -> None:
         if not self.stages or self.micro_batches < 1:
             raise ConfigError(
                 f"a schedule must have a stage and a micro-batch, got {len(self.stages)} and {self.micro_batches}"
             )
-        if not self.replicas:
-            return
-        if len(self.replicas) != self.num_stages or min(self.replicas) < 1:
-            raise ConfigError(
-                f"replicas must be a positive number for each of {self.num_stages} stages, got {self.replicas}"
-            )
-        step = self.micro_batches * self.replicas[-1]
-        if any(step % replicas for replicas in self.replicas):
-            raise ConfigError(
-                f"replicas of each stage must divide the step's {step} micro-batches, got {self.replicas}"
-            )
+        if self.replicas:
+            if len(self.replicas) != self.num_stages or min(self.replicas) < 1:
+                raise ConfigError(
+                    f"replicas must be a positive number for each of {self.num_stages} stages, got {self.replicas}"
+                )
+            step = self.micro_batches * self.replicas[-1]
+            if any(step % replicas for replicas in self.replicas):
+                raise ConfigError(
+                    f"replicas of each stage must divide the step's {step} micro-batches, got {self.replicas}"
+                )
+        for stage in range(self.num_stages):
+            self._check_stage(stage)
+
+    def _check_stage(self, stage: int) -> None:
+        micro_batches, runs = self.micro_batches_of(stage), dict[int, str]()
+        for operation, micro_batch in self.stages[stage]:
+            runs[micro_batch] = f"{runs[micro_batch]} {_NAMES[operation]}" if micro_batch in runs else _NAMES[operation]
+        allowed = ("F",) if stage < self.frozen_stages else ("F BW", "F B W")
+        for micro_batch in sorted({*runs, *range(micro_batches)}):
+            found = runs.get(micro_batch, "nothing")
+            if found not in allowed or not 0 <= micro_batch < micro_batches:
+                raise ConfigError(
+                    f"stage {stage} must run {' or '.join(allowed)} for each of micro-batches 0 to "
+                    f"{micro_batches - 1}, got {found} for micro-batch {micro_batch}"
+                )
 
     def micro_batches_of(self, stage: int) -> int:
         """Micro-batches per step of one replica of a stage."""
@@ -155,7 +165,7 @@ class Schedule:
             forwards = tuple(
                 tuple(i for i in stage if i.operation == Operation.F) for stage in self.stages[:num_stages]
             )
-            self._frozen_fronts[num_stages] = Schedule.of_orders(
+            self._frozen_fronts[num_stages] = Schedule(
                 forwards + self.stages[num_stages:], self.micro_batches, self.replicas, self.encoder_stages
             )
         return self._frozen_fronts[num_stages]
@@ -240,9 +250,7 @@ def one_f_one_b(num_stages: int, micro_batches: int) -> Schedule:
 
     Source: Narayanan et al., PipeDream, SOSP 2019, in its synchronous form.
     """
-    return Schedule.of_orders(
-        tuple(stage_order(num_stages - s, micro_batches) for s in range(num_stages)), micro_batches
-    )
+    return Schedule(tuple(stage_order(num_stages - s, micro_batches) for s in range(num_stages)), micro_batches)
 
 
 def stage_order(depth: int, micro_batches: int, lag: int | None = None) -> tuple[Instruction, ...]:
@@ -304,7 +312,7 @@ def zero_bubble(num_stages: int, micro_batches: int, max_lag: tuple[int, ...] | 
     stages = [stage_order(num_stages - stage, micro_batches, lag) for stage, lag in enumerate(lags)]
     if lags[:1] == (0,):
         stages[0] = stage_order(num_stages, micro_batches)
-    return Schedule.of_orders(tuple(stages), micro_batches)
+    return Schedule(tuple(stages), micro_batches)
 
 
 def zero_bubble_lean(num_stages: int, micro_batches: int) -> Schedule:
@@ -321,36 +329,63 @@ SCHEDULES: Mapping[ScheduleName, Callable[[int, int], Schedule]] = {
 }
 
 
-def _instructions(stage: Iterable[tuple[int, int]]) -> tuple[Instruction, ...]:
-    given = tuple(stage)
-    if all(type(entry) is Instruction and type(entry.operation) is Operation for entry in given):
-        return given  # type: ignore[return-value]
-    return tuple(Instruction(Operation(kind), m) for kind, m in given)
+def check_units(layout: Layout) -> Encoder:
+    """Refuse a layout that gives the encoder no devices of its own, or numbers of replicas that do not divide."""
+    encoder = layout.encoder
+    if encoder is None or encoder.placement != "own":
+        raise ConfigError(f"layout must give the encoder devices of its own, got {layout}")
+    if not layout.has_even_units:
+        raise ConfigError(
+            f"replicas of encoder and LLM must divide each other, got {encoder.num_replicas} and {layout.num_replicas}"
+            "; omnibal.pipeline.encoder says the encoder's"
+        )
+    return encoder
 
 
-_BACKWARD = (Operation.BW, Operation.B)
-_F = [Operation.F]
-# What a stage may run for one micro-batch: an ordinary stage, and one of a frozen front.
-_RUNS = (([*_F, Operation.BW], [*_F, Operation.B, Operation.W]), (_F,))
+def encoder_schedule(layout: Layout, micro_batches: int) -> Schedule:
+    """What the stages of an encoder's replica run, its own micro-batches numbered from 0: 1F1B, as deep as units need.
+
+    ``micro_batches`` are those of an LLM's replica. An encoder that serves k replicas keeps k micro-batches for each
+    stage behind it in flight; one of k encoders that serve the same replica keeps a k-th.
+    """
+    encoder = check_units(layout)
+    behind = layout.num_stages - encoder.num_stages
+    served = -(-behind * layout.num_replicas // encoder.num_replicas)
+    own = -(-micro_batches * layout.num_replicas // encoder.num_replicas)
+    depths = [served + encoder.num_stages - stage for stage in range(encoder.num_stages)]
+    return Schedule(tuple(stage_order(depth, own) for depth in depths), own)
 
 
-def _check_stage(
-    stage: int, instructions: Sequence[Instruction], micro_batches: int, allowed: Sequence[list[Operation]]
-) -> None:
-    runs, last = [list[Operation]() for _ in range(micro_batches)], Operation.W  # transfers come behind W
-    for operation, micro_batch in instructions:
-        if not 0 <= micro_batch < micro_batches or operation > last:
-            raise ConfigError(
-                f"stage {stage} must run computations of micro-batches 0 to {micro_batches - 1}, "
-                f"got {operation.name} {micro_batch}"
-            )
-        runs[micro_batch].append(operation)
-    for micro_batch, run in enumerate(runs):
-        if run not in allowed:
-            found, *wanted = (" ".join(operation.name for operation in each) for each in (run, *allowed))
-            raise ConfigError(
-                f"stage {stage} must run {' or '.join(wanted)} for micro-batch {micro_batch}, got {found or 'nothing'}"
-            )
+@lru_cache(maxsize=64)
+def schedule_of(layout: Layout, micro_batches: int, schedule: ScheduleName) -> Schedule:
+    """What all stages of a layout run in one step; stages of units run the micro-batches of their own replica.
+
+    Args:
+        layout: Where the encoder has devices of its own, its stages run `encoder_schedule`.
+        micro_batches: Micro-batches of one of the LLM's replicas in a step.
+        schedule: What the LLM's stages run.
+
+    Raises:
+        ConfigError: Neither number of replicas divides the other, or the encoder's cannot share the step alike.
+
+    Example:
+        >>> from omnibal.cluster import Encoder
+        >>> print(schedule_of(Layout(2, 2, encoder=Encoder(num_stages=1, num_replicas=1)), 2, "1f1b"))
+        F0 F1 F2 BW0 F3 BW1 BW2 BW3
+        F0 BW0 F1 BW1
+    """
+    if not layout.has_units:
+        return SCHEDULES[schedule](layout.num_stages, micro_batches)
+    encoder, step = encoder_schedule(layout, micro_batches), micro_batches * layout.num_replicas
+    own = layout.shape(0)[0]
+    if step % own:
+        raise ConfigError(
+            f"omnibal.pipeline.encoder.num_replicas must divide the {step} packs of a step (micro-batches "
+            f"{micro_batches}, replicas of the language model {layout.num_replicas}), got {own}"
+        )
+    behind = SCHEDULES[schedule](layout.num_stages - encoder.num_stages, micro_batches)
+    replicas = tuple(layout.shape(stage)[0] for stage in range(layout.num_stages))
+    return Schedule(encoder.stages + behind.stages, micro_batches, replicas, encoder.num_stages)
 
 
 def _with_transfers(schedule: Schedule, stage: int) -> tuple[Instruction, ...]:
@@ -367,11 +402,11 @@ def _with_transfers(schedule: Schedule, stage: int) -> tuple[Instruction, ...]:
         transfers = []
         if done is not None and done.operation == Operation.F and not is_last:
             transfers.append(Instruction(Operation.SEND_ACTIVATION, done.micro_batch))
-        if done is not None and done.operation in _BACKWARD and trains_before:
+        if done is not None and done.operation in (Operation.BW, Operation.B) and trains_before:
             transfers.append(Instruction(Operation.SEND_GRADIENT, done.micro_batch))
         if coming is not None and coming.operation == Operation.F and stage > 0:
             transfers.append(Instruction(Operation.RECEIVE_ACTIVATION, coming.micro_batch))
-        if coming is not None and coming.operation in _BACKWARD and not is_last:
+        if coming is not None and coming.operation in (Operation.BW, Operation.B) and not is_last:
             transfers.append(Instruction(Operation.RECEIVE_GRADIENT, coming.micro_batch))
         match transfers:
             case [(Operation.SEND_ACTIVATION, sent), (Operation.RECEIVE_GRADIENT, received)]:

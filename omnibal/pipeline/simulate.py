@@ -15,10 +15,9 @@ from omnibal.cost import FloatArray, Load
 from omnibal.errors import ConfigError
 from omnibal.pipeline.events import run_steps, run_table
 from omnibal.pipeline.partition import Partition, frozen_stages
-from omnibal.pipeline.schedule import Operation, Schedule, Table
+from omnibal.pipeline.schedule import Operation, Schedule, Table, check_units, schedule_of
 from omnibal.pipeline.spread import IMAGES, EncoderWork, language_partition, split_profile
-from omnibal.pipeline.times import StepTimes, Unit, check_partition, stacked, step_times
-from omnibal.pipeline.units import check_units, numbered, schedule_of
+from omnibal.pipeline.times import StepTimes, Unit, check_partition, numbered, stacked, step_times
 from omnibal.profile.records import ModelProfile
 
 Mode = Literal["rendezvous", "overlap"]

@@ -15,7 +15,7 @@ from omnibal.profile.records import ModelProfile
 
 
 class Unit(NamedTuple):
-    """The first layers of a model, where they have replicas of their own (`omnibal.pipeline.units`)."""
+    """The first layers of a model, where they have replicas of their own (units)."""
 
     num_layers: int
     num_replicas: int
@@ -89,6 +89,13 @@ def stacked(loads: Iterable[Load]) -> Load:
             f"loads must be one Load per replica with one entry per micro-batch each, got shape {load.shape} of all"
         )
     return load
+
+
+def numbered(load: Load) -> Load:
+    """The micro-batches of a step, (replicas, micro-batches), in the order of their numbers in units' schedules."""
+    replicas, micro_batches = load.shape
+    numbers = np.arange(replicas * micro_batches)
+    return load[numbers % replicas, numbers // replicas]
 
 
 def _once_a_step(profile: ModelProfile, links: Links, num_replicas: int, zero_stage: int) -> list[FloatArray]:

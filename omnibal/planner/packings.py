@@ -17,8 +17,7 @@ from omnibal.data.limits import PackLimits, largest_load, paper_limits
 from omnibal.data.packing_spec import Method
 from omnibal.errors import ConfigError
 from omnibal.families.base import encoder_layers
-from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
-from omnibal.pipeline.units import check_units
+from omnibal.pipeline.schedule import SCHEDULES, ScheduleName, check_units
 from omnibal.profile.records import ModelProfile
 
 

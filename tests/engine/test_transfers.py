@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from omnibal.cluster import Encoder, Layout
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.transfers import describe, read_description
-from omnibal.pipeline.schedule import one_f_one_b, zero_bubble, zero_bubble_lean
-from omnibal.pipeline.units import schedule_of
+from omnibal.pipeline.schedule import one_f_one_b, schedule_of, zero_bubble, zero_bubble_lean
 from omnibal.vlm.payload import PackCounts, note_counts
 from tests.engine.nccl import ALL_RULES, MILDEST, STRICTEST, Kernel, Post, Rules, Wait, deadlock
 from tests.engine.recording import RecordedEngine, record

@@ -2,9 +2,7 @@ import numpy as np
 import pytest
 from deepspeed.runtime.pipe.schedule import TrainSchedule
 
-from omnibal.cluster import Encoder, Layout
 from omnibal.errors import ConfigError
-from omnibal.pipeline import units
 from omnibal.pipeline.schedule import SCHEDULES, Operation, Schedule, one_f_one_b, zero_bubble, zero_bubble_lean
 from tests.pipeline.oracles import schedule_of
 
@@ -92,14 +90,14 @@ def test_counts_of_a_split_backward_are_read_off_the_table():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("F0 BW0 F1", "must run F BW or F B W for micro-batch 1, got F"),
-        ("BW0 F0", "must run F BW or F B W for micro-batch 0, got BW F"),
+        ("F0 BW0 F1", "must run F BW or F B W for each of micro-batches 0 to 1, got F for micro-batch 1"),
+        ("BW0 F0", "must run F BW or F B W .*, got BW F for micro-batch 0"),
         ("F0 B0", "got F B"),
         ("F0 W0 B0", "got F W B"),
         ("F0 F0 BW0", "got F F BW"),
-        ("F0 BW0\nF1 BW1", "stage 0 must run F BW or F B W for micro-batch 1, got nothing"),
-        ("F0 BW0\nF0\nF0 BW0", "stage 1 must run F BW or F B W for micro-batch 0, got F"),
-        ("F0 F0\nF0 BW0", "stage 0 must run F for micro-batch 0, got F F"),
+        ("F0 BW0\nF1 BW1", "stage 0 must run F BW or F B W .*, got nothing for micro-batch 1"),
+        ("F0 BW0\nF0\nF0 BW0", "stage 1 must run F BW or F B W .*, got F for micro-batch 0"),
+        ("F0 F0\nF0 BW0", "stage 0 must run F for .*, got F F for micro-batch 0"),
         ("", "must have a stage and a micro-batch"),
     ],
 )
@@ -108,16 +106,8 @@ def test_tables_that_do_not_run_every_micro_batch_once_are_refused(text, message
         schedule_of(text)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_schedules_that_are_made_pass_the_check_of_given_ones(name):
-    made = [SCHEDULES[name](stages, micro_batches) for stages in (1, 2, 5) for micro_batches in (1, 3, 8)]
-    made += [units.schedule_of(Layout(3, 2, encoder=Encoder(1, replicas)), 4, name) for replicas in (1, 2, 4)]
-    for schedule in [*made, *(each.with_frozen_front(each.num_stages - 1) for each in made)]:
-        assert Schedule(schedule.stages, schedule.micro_batches, schedule.replicas, schedule.encoder_stages) == schedule
-
-
 def test_micro_batches_out_of_range_are_refused():
-    with pytest.raises(ConfigError, match="must run computations of micro-batches 0 to 0, got F 1"):
+    with pytest.raises(ConfigError, match="each of micro-batches 0 to 0, got nothing for micro-batch 0"):
         Schedule((((Operation.F, 1), (Operation.BW, 1)),), micro_batches=1)
 
 

@@ -7,11 +7,10 @@ from omnibal.cluster import Encoder, Layout, Links
 from omnibal.cost import Load
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition
-from omnibal.pipeline.schedule import Operation, Schedule, one_f_one_b, zero_bubble
+from omnibal.pipeline.schedule import Operation, Schedule, encoder_schedule, one_f_one_b, schedule_of, zero_bubble
 from omnibal.pipeline.search import PartitionProblem
 from omnibal.pipeline.simulate import simulate, simulate_step
-from omnibal.pipeline.times import Unit, step_times
-from omnibal.pipeline.units import encoder_schedule, numbered, schedule_of
+from omnibal.pipeline.times import Unit, numbered, step_times
 from tests.pipeline.profiles import fixed_profile
 from tests.pipeline.random_problems import random_arguments
 from tests.pipeline.test_simulate_step import packs

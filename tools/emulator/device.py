@@ -22,7 +22,7 @@ from omnibal.memory.footprint import StageMemory
 from omnibal.memory.spread import SpreadFootprint
 from omnibal.pipeline.schedule import Operation
 from omnibal.pipeline.spread import IMAGES, EncoderWork, Exchanges
-from omnibal.pipeline.units import numbered
+from omnibal.pipeline.times import numbered
 from omnibal.profile.records import Level, every_layer
 from tools.emulator.run import EmulationTask, Entry, StepLog
 
