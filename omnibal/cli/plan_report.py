@@ -119,7 +119,10 @@ class PlanReport:
         samples = predicted.samples_per_step
         rate = samples / predicted.step_seconds
         memory, budgets = tuple(stage.memory for stage in predicted.stages), model.request.budgets(model.layout)
-        fullest = max(held.total / budget for held, budget in zip(memory, budgets, strict=True))
+        held, budget = max(
+            ((stage.total, most) for stage, most in zip(memory, budgets, strict=True)),
+            key=lambda pair: pair[0] / pair[1],
+        )
         recomputed = sum(level != "none" for level in plan.recompute)
         rows = {
             "gain": self.gain.over(rate),
@@ -127,8 +130,8 @@ class PlanReport:
             f"are idle {predicted.bubble_ratio:.1%} of the time",
             "layout": f"{plan.layout} of {plan.known_cluster}, {plan.schedule}; {plan.micro_batches} packs a replica "
             f"of at most {limits.vision_units:,} {unit} and {limits.llm_tokens:,} LLM tokens",
-            "memory": f"the fullest device is {fullest:.1%} full; {recomputed} of {len(plan.recompute)} layers "
-            "recompute",
+            "memory": f"the fullest device holds {bytes_in_words(held)}, {bytes_in_words(budget)} are allowed; "
+            f"{recomputed} of {len(plan.recompute)} layers recompute",
             "written": f"{self.out}; {self._followed()}",
         } | ({"asked": other} if (other := self._other_step(samples)) else {})
         lines = [f"{name:<9}{text}" for name, text in rows.items()]

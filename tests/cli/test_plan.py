@@ -240,7 +240,7 @@ def test_a_ds_config_needs_nothing_more(omnibal, ds_config, tmp_path, recompute)
         f"gain {record['gain']:.2f}x the {present:,.1f} samples/s of the present configuration, "
         f"{planned / cheapest:.2f}x the {cheapest:,.1f} samples/s of ZeRO with a trainer's own settings step"
     ) in text
-    for word in ("layout 4 stages", "the fullest device is ", "layers recompute", f"written {tmp_path}"):
+    for word in ("layout 4 stages", "the fullest device holds ", "layers recompute", f"written {tmp_path}"):
         assert word in text, word
     names = [line.split()[0] for line in omnibal("plan", config).stdout.splitlines()]
     assert names == ["gain", "step", "layout", "memory", "written", "asked"]
