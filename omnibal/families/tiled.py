@@ -48,6 +48,7 @@ from omnibal.families.parts import image_tokens as tokens_of_tile
 
 # Of an image: every grid of as many tiles is weighed against its shape, and trained models have 6 to 40.
 MOST_TILES = 1024
+_USUAL = {"use_mean_pooling": True, "use_mask_token": False, "use_absolute_position_embeddings": True}
 # Names in published folders; the first prefix that fits a name counts.
 LANGUAGE_ON_DISK = {
     "model.multi_modal_projector.": "multi_modal_projector.",
@@ -59,9 +60,9 @@ LANGUAGE_ON_DISK = {
 def internvl_records(config: Config) -> tuple[LayerRecord, ...]:
     """The pipeline layers of an InternVL model, first to last; the same under every partition.
 
-    The ViT's final norm, if any, belongs to the last block. Sizes are: ``hidden`` (width of the layer's output),
+    Sizes are: ``hidden`` (width of the layer's output),
     ``intermediate``, ``heads``, ``kv_heads``, ``head_dim``, ``vocab``; of a block ``rms_norms`` and ``qk_norms`` (how
-    many it has, the latter of queries and keys), and ``final_norms`` if it ends with the ViT's; ``patches_per_tile``
+    many it has, the latter of queries and keys); ``patches_per_tile``
     and ``tokens_per_tile`` (patches and CLS) of the ViT; ``shuffled`` (width into the projector),
     ``image_tokens_per_tile`` (what a tile brings to the language model); ``parameters``.
     """
@@ -71,6 +72,9 @@ def internvl_records(config: Config) -> tuple[LayerRecord, ...]:
     if strategy != "default":
         raise ConfigError(f"vision_feature_select_strategy must be 'default' (CLS is dropped), got {strategy!r}")
     vision, text = section(config, "vision_config"), section(config, "text_config")
+    for key, usual in _USUAL.items():
+        if vision.get(key, usual) != usual:
+            raise ConfigError(f"vision_config.{key} must be {usual}, as in published models, got {vision[key]!r}")
     tied = bool(config.get("tie_word_embeddings", True))  # the top level decides, as in transformers
     return (*_vision_records(config, vision, size(text, "hidden_size")), *text_records(text, tied=tied))
 
@@ -82,8 +86,6 @@ def _vision_records(config: Config, vision: Config, text_hidden: int) -> list[La
     shuffled = hidden * shuffle**2
     block = _block_sizes(vision, hidden) | counts
     blocks = [block] * size(vision, "num_hidden_layers")
-    if not vision.get("use_mean_pooling", True):
-        blocks[-1] = block | {"final_norms": 1, "parameters": block["parameters"] + 2 * hidden}
     embedding = _embedding_sizes(vision, hidden, counts) | counts
     projector = counts | {
         "shuffled": shuffled,
@@ -120,13 +122,12 @@ def _patch_grid(vision: Config, shuffle: int) -> tuple[int, int]:
 def _embedding_sizes(vision: Config, hidden: int, counts: Mapping[str, int]) -> dict[str, int]:
     patch_height, patch_width = size_pair(vision, "patch_size")
     values = patch_height * patch_width * size(vision, "num_channels", default=3)
-    tables = 1
-    if vision.get("use_absolute_position_embeddings", True):
-        tables += counts["tokens_per_tile"]
-    sizes = {"hidden": hidden, "values_per_patch": values, "parameters": (values + 1 + tables) * hidden}
-    if vision.get("use_mask_token", False):  # for masked image modelling; here it never gets a gradient
-        return sizes | {"parameters": sizes["parameters"] + hidden, "untrained": hidden}
-    return sizes
+    # a bias, the class token, and a position of each token
+    return {
+        "hidden": hidden,
+        "values_per_patch": values,
+        "parameters": (values + 2 + counts["tokens_per_tile"]) * hidden,
+    }
 
 
 def _block_sizes(vision: Config, hidden: int) -> dict[str, int]:

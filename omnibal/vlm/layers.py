@@ -184,8 +184,7 @@ class VisionLanguageModel:
 
     def trained_weights(self, index: int) -> dict[str, int]:
         """Names on disk and sizes of the weights of layer ``index`` that may get a gradient."""
-        # A layer's constructor may set requires_grad, as that of InternVL's mask token does: ask a layer on the meta
-        # device.
+        # A layer's constructor may set requires_grad: ask a layer on the meta device.
         recipe, names = self._recipes[index], self.weight_names(index)
         layer = recipe.layer_class(self.config, **{name: deepcopy(self._part(at)) for name, at in recipe.parts.items()})
         return {names[name]: weight.numel() for name, weight in layer.named_parameters() if weight.requires_grad}

@@ -42,8 +42,6 @@ class PatchEmbedding(nn.Module):
         super().__init__()
         self.embeddings = embeddings
         self.norm = norm
-        if getattr(embeddings, "mask_token", None) is not None:
-            embeddings.mask_token.requires_grad_(False)  # InternVL's, for masked image modelling: it gets no gradient
 
     def forward(self, payload: Payload) -> Payload:
         """From pixels (tiles, channels, height, width) to (tiles, tokens_per_tile, width)."""
@@ -66,16 +64,12 @@ class VisionBlock(nn.Module):
 
 
 class InternVLBlock(nn.Module):
-    """One block of the ViT; the last one may have the ViT's final norm behind it."""
-
-    def __init__(self, config: Any, block: nn.Module, norm: nn.Module | None = None) -> None:
+    def __init__(self, config: Any, block: nn.Module) -> None:
         super().__init__()
         self.block = block
-        self.norm = norm
 
     def forward(self, payload: Payload) -> Payload:
-        hidden = self.block(payload.hidden)
-        return payload.replace(hidden=(hidden if self.norm is None else self.norm(hidden)).contiguous())
+        return payload.replace(hidden=self.block(payload.hidden).contiguous())
 
 
 def pixel_shuffle(patches: Tensor, factor: int) -> Tensor:
@@ -161,12 +155,10 @@ class CanvasProjector(Projector):
 
 def internvl(config: InternVLConfig) -> VisionLanguageModel:
     records = layer_records(config.to_dict())
-    blocks = [record for record in records if record.kind == "vision_block"]
-    # Without mean pooling transformers' ViT ends with a norm, which is the last block's.
-    norms = [{"norm": f"{TOWER}.layernorm"} if "final_norms" in block.sizes else {} for block in blocks]
+    blocks = [record.kind for record in records].count("vision_block")
     recipes = (
         LayerRecipe(PatchEmbedding, {"embeddings": f"{TOWER}.embeddings"}),
-        *(LayerRecipe(InternVLBlock, {"block": f"{TOWER}.encoder.layer.{i}"} | norm) for i, norm in enumerate(norms)),
+        *(LayerRecipe(InternVLBlock, {"block": f"{TOWER}.encoder.layer.{i}"}) for i in range(blocks)),
         LayerRecipe(InternVLProjector, {"projector": PROJECTOR}),
         *text_recipes(records),
     )

@@ -100,6 +100,7 @@ def test_internvl3_1b():
     [
         ({"model_type": "internvl_chat"}, "model_type must be one of internvl, .* got 'internvl_chat'"),
         ({"vision_feature_layer": -2}, "vision_feature_layer must be -1"),
+        ({"vision": {"use_mask_token": True}}, "vision_config.use_mask_token must be False, as in published"),
         ({"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy must be 'default'"),
         ({"downsample_ratio": 0.3}, "downsample_ratio must be 1/n"),
         ({"downsample_ratio": 0.0}, "downsample_ratio must be 1/n"),

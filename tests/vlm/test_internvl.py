@@ -51,12 +51,9 @@ CONFIGS = {
     ),
     "other ViT": tiny_config(
         vision_options={
-            "use_mean_pooling": False,
             "norm_type": "rms_norm",
             "use_qk_norm": True,
             "attention_bias": True,
-            "use_mask_token": True,
-            "use_absolute_position_embeddings": False,
         }
     ),
 }
@@ -136,7 +133,7 @@ def test_a_samples_gradient_is_the_same_alone_and_in_company():
 
 @pytest.mark.parametrize("samples", PACKS.values(), ids=PACKS.keys())
 def test_between_layers_one_contiguous_float_then_the_same_integers(samples):
-    model, pack = load_model(tiny_config(vision_options={"use_mean_pooling": False})), make_pack(samples)
+    model, pack = load_model(tiny_config()), make_pack(samples)
     payload = Payload.of_pack(pack)
     tiles, tokens = len(pack["pixel_values"]), pack["input_ids"].shape[1]
     shapes = {

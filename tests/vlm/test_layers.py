@@ -95,7 +95,7 @@ def test_layers_follow_to_other_devices_whole():
 
 
 def test_initial_weights_are_distributed_as_transformers_does():
-    config = tiny_config(vision_options={"initializer_range": 0.05, "use_mean_pooling": False, "hidden_size": 64})
+    config = tiny_config(vision_options={"initializer_range": 0.05, "hidden_size": 64})
     model = load_model(config)
     layers = [model.build_layer(index, seed=0) for index in range(len(model.records))]
     ours = disk_state(model, layers)
@@ -127,12 +127,9 @@ CONFIGS = {
     "qwen3": tiny_config(text="qwen3", text_options={"attention_bias": True}),
     "other ViT": tiny_config(
         vision_options={
-            "use_mean_pooling": False,
             "norm_type": "rms_norm",
             "use_qk_norm": True,
             "attention_bias": True,
-            "use_mask_token": True,
-            "use_absolute_position_embeddings": False,
         },
         downsample_ratio=0.25,
     ),
@@ -160,14 +157,6 @@ def test_every_weight_of_the_plain_model_is_in_exactly_one_layer(config):
     assert sorted(names) == sorted(model.disk_name(name) for name, _ in model.skeleton.named_parameters())
     for index in range(len(model.records)):
         assert model.weight_names(index).keys() == model.build_layer(index, seed=None).state_dict().keys()
-
-
-def test_a_vits_final_norm_is_part_of_vision():
-    model = load_model(tiny_config(vision_options={"use_mean_pooling": False}))
-    for module, prefix in (("vision", "vision_tower."), ("projector", "multi_modal_projector.")):
-        names = [name for record in model.records if record.module == module for name in record.weights]
-        assert all(name.startswith(prefix) for name in names)
-        assert ("vision_tower.layernorm.weight" in names) == (module == "vision")
 
 
 def test_records_say_how_many_bytes_of_integers_a_cut_sends():
