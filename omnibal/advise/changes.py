@@ -9,8 +9,17 @@ from typing import Final
 import numpy as np
 
 from omnibal.advise.batches import Batching
-from omnibal.advise.estimate import DEVIATIONS, MODEL_ERROR, Estimate, Recipe, Scenario, Speedup, Way
-from omnibal.advise.fitting import refuse_impossible, what_fits
+from omnibal.advise.estimate import (
+    DEVIATIONS,
+    MODEL_ERROR,
+    Estimate,
+    Recipe,
+    Scenario,
+    Speedup,
+    Way,
+    refuse_impossible,
+    what_fits,
+)
 from omnibal.advise.wait import Sharding
 from omnibal.data.limits import MOST, PackLimits
 from omnibal.errors import InfeasibleError, bytes_in_words
@@ -29,17 +38,6 @@ SAME_STEP, MOST_SCALED = 0.01, 6
 # What shares less and sends less, and may fit all the same.
 SHARING_LESS: Final[dict[Sharding, Sharding]] = {"fsdp": "zero2", "zero3": "zero2", "zero2": "zero1"}
 PADDED: Final[tuple[Batching, ...]] = ("random", "group_by_length", "batch_rebalance")
-# What changes take to adopt; where nothing is said, one setting.
-COSTS: Final[dict[str, str]] = {
-    "head": "one call, target_rows(model); the drop-in makes it",
-    "group_by_length": "one setting; the length of every sample, with its images",
-    "batch_rebalance": "one setting of a recent transformers; the length of every sample, with its images",
-    "batch": "two settings",
-    "packing": "attention that keeps samples apart; the drop-in sets it",
-    "balance": "lengths of all samples, measured once; the drop-in's sampler",
-    "limits": "other limits and accumulation",
-    "pipeline": "another launcher: a ds_config with a plan, deepspeed",
-}
 # Ways to batch that trainers offer: the name of the change, and what becomes of batches.
 BATCHINGS: Final[dict[Batching, tuple[str, str]]] = {
     "group_by_length": ("group_by_length", "batches of samples of like length"),
@@ -68,10 +66,6 @@ class TriedChange:
     @property
     def brings(self) -> bool:
         return self.gain is not None and self.gain.brings
-
-    @property
-    def cost(self) -> str:
-        return COSTS.get(self.name, "one setting")
 
 
 @dataclass(frozen=True, eq=False)
@@ -310,7 +304,7 @@ def _recompute(current: Estimate) -> TriedChange | None:
         found = _best_packs(scenario, recipe) or found
     elif not found.fits and recipe.limits is None:
         found = _fastest(scenario, _batch_sizes(recipe), recipe) or found
-    detail = "no layer does any more"
+    detail = "gradient checkpointing off"
     if found.recipe.micro_batches != recipe.micro_batches:
         packs = f"{count_of(found.recipe.micro_batches, 'pack')} of a rank"
         detail += f", in {packs if is_even else found.recipe.batch_text}"

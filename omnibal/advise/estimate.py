@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from omnibal.cluster import Cluster
 from omnibal.cost import FloatArray
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.errors import bytes_in_words
+from omnibal.errors import InfeasibleError, bytes_in_words
 from omnibal.profile.records import Level, ModelProfile
 
 CAUSES: Final = (
@@ -33,6 +33,9 @@ DEVIATIONS: Final = 2  # standard deviations of chance that an error spans: 19 o
 # of three; Hanley and Lippman-Hand, "If nothing goes wrong, is everything all right?", JAMA 1983.
 UNSEEN: Final = 3
 HEAD_ROOM: Final = 0.05  # share of a device's memory that stays free, as in PlanRequest
+SHARING_MORE: Final[tuple[Sharding, ...]] = ("ddp", "zero1", "zero2", "zero3")  # each holds less than the one before
+ADAPTERS: Final = "LoRA of rank 16"
+TOGETHER: Final = " together with "
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,6 @@ class Recipe:
     """Whether the head works on the rows that predict a target alone, as far as lengths tell them."""
     offloaded: tuple[str, ...] = ()
     """What the host's memory holds, as far as ranks share it: "optimizer", "parameters"."""
-    hpz: int = 1
-    """Ranks that keep a second copy of all weights together under ZeRO 3 (ZeRO++'s hpZ); 1 without one."""
 
     @property
     def batch_text(self) -> str:
@@ -202,7 +203,7 @@ class Estimate:
         recipe, scenario = self.recipe, self.scenario
         return RankMemory(
             scenario.profile, recipe.sharding, scenario.cluster, recipe.recompute, recipe.target_rows,
-            recipe.offloaded, scenario.precision, recipe.hpz,
+            recipe.offloaded, scenario.precision,
         )  # fmt: skip
 
     @cached_property
@@ -235,7 +236,7 @@ class Estimate:
             own = float(sum(seconds for phase, seconds in waits.items() if phase.startswith(part)))
             by_part[part] = min(max(own, 0.0), left)
             left -= by_part[part]
-        exposed = exposed_seconds(self.memory.held, recipe.sharding, self.scenario.cluster, costs, hpz=recipe.hpz)
+        exposed = exposed_seconds(self.memory.held, recipe.sharding, self.scenario.cluster, costs)
         update = sum(layer.optimizer_seconds for layer in self.memory.held.layers) * steps
         update *= ranks if recipe.sharding == "ddp" else 1  # under ZeRO and FSDP each rank updates its share
         beside = [by_part["sound"]] if len(self.scenario.causes) > len(CAUSES) else []
@@ -249,6 +250,64 @@ class Estimate:
             *beside,
         ]
         return np.array(spent) / batches.num_samples
+
+
+def what_fits(now: Estimate) -> tuple[str, ...]:
+    """Changes that would make a recipe fit that does not, each by itself; where none does, several together."""
+    if now.peaks[0] <= now.memory.budget_bytes:
+        return ()
+    scenario, kinds = now.scenario, _kinds(now)
+    adapted = None if scenario.adapted is None else replace(scenario, profile=scenario.adapted)
+    found = list[str]()
+    for kind in kinds:
+        fitting = (name for name, changed in kind if scenario.estimate(replace(now.recipe, **changed)).fits)
+        if name := next(fitting, None):
+            found.append(name)
+    if adapted is not None and adapted.estimate(now.recipe).fits:
+        found.append(ADAPTERS)
+    if found:
+        return tuple(found)
+    names, recipe = list[str](), now.recipe
+    for kind in kinds:  # all of one kind before any of the next
+        for name, changed in kind:
+            if scenario.estimate(replace(recipe, **changed)).fits:
+                return (TOGETHER.join([*names, name]),)
+        names, recipe = [*names, kind[-1][0]], replace(recipe, **kind[-1][1])
+    return (TOGETHER.join([*names, ADAPTERS]),) if adapted is not None and adapted.estimate(recipe).fits else ()
+
+
+def refuse_impossible(now: Estimate, helps: tuple[str, ...]) -> None:
+    """Refuse a recipe that could not have run: even its mean rank needs more than there is."""
+    memory, recipe, held = now.memory, now.recipe, int(now.peaks[1])
+    if now.peaks[1] <= memory.budget_bytes:
+        return
+    missing, before = (bytes_in_words(size) for size in (held - memory.budget_bytes, memory.state_bytes))
+    would = f"; what would fit: {', or '.join(helps)}" if helps else ""
+    raise InfeasibleError(
+        f"the present batch must fit a device's {bytes_in_words(memory.budget_bytes)}, got {bytes_in_words(held)} on "
+        f"the mean rank ({missing} too many, {before} of it before any sample); which is wrong: the batch of "
+        f"{recipe.batch}, {recipe.sharding}, recomputation {recipe.recompute!r}, what is frozen, the optimizer, or the "
+        f"cluster?{would}; --pipeline plans another way, --layouts weighs all"
+    )
+
+
+def _kinds(now: Estimate) -> list[list[tuple[str, dict[str, Any]]]]:
+    """Kinds of changes that take memory away, each from the smallest to the largest: in words, and as fields."""
+    recipe, batches, smaller = now.recipe, [], now.recipe
+    while smaller.batch % 2 == 0 and recipe.limits is None:
+        changed: dict[str, Any] = {"batch": smaller.batch // 2, "micro_batches": 2 * smaller.micro_batches}
+        smaller = replace(smaller, **changed)
+        batches.append((smaller.batch_text, changed))
+    sharding = recipe.sharding
+    more = SHARING_MORE[SHARING_MORE.index(sharding) + 1 :] if sharding in SHARING_MORE else ()
+    kinds: list[list[tuple[str, dict[str, Any]]]] = [
+        [("target_rows(model)", {"target_rows": True})]
+        if "head" in now.scenario.offered and not recipe.target_rows else [],
+        [("gradient checkpointing", {"recompute": "full"})] if recipe.recompute == "none" else [],
+        batches,
+        [(f"{other} in place of {sharding}", {"sharding": other}) for other in more],
+    ]  # fmt: skip
+    return [kind for kind in kinds if kind]
 
 
 @dataclass(frozen=True)

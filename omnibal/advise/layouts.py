@@ -21,7 +21,7 @@ from omnibal.advise.layout_ranking import LEVELS_TRIED, LayoutRanking, PipelineK
 from omnibal.advise.wait import Sharding, bandwidth, exposed_seconds, phase_costs, phase_seconds
 from omnibal.cluster import Cluster, Layout
 from omnibal.cost import FloatArray, Load
-from omnibal.errors import InfeasibleError
+from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.plan import Plan
 from omnibal.planner.packings import Packing
@@ -123,6 +123,14 @@ def weigh_layouts(
 
     ``profiles`` are costs where so many devices share each layer of the encoder, and of the LLM.
     """
+    cluster, per_step = scenario.cluster, scenario.samples_per_step
+    if cluster.num_devices < 2:
+        raise ConfigError(f"cluster must have at least 2 devices for layouts to differ, got {cluster}")
+    if per_step < cluster.num_devices:
+        raise ConfigError(
+            f"samples of a step must be at least as many as the {cluster.num_devices} devices of {cluster} for layouts "
+            f"to be weighed, got {per_step}; take more accumulation, or fewer devices"
+        )
     if scenario.hears:
         kinds = tuple(kind for kind in kinds if kind in DATA_PARALLEL)
     ranking = LayoutRanking(scenario, profiles, num_stages)

@@ -16,14 +16,14 @@ from typing import Any, Final
 import numpy as np
 
 from omnibal.advise.models import Model
-from omnibal.advise.overlong import Overlong
-from omnibal.advise.present import Present
+from omnibal.advise.present import Overlong, Present
 from omnibal.data.lengths import IntArray, SampleLengths
+from omnibal.data.limits import PackLimits
 from omnibal.errors import DataError
-from omnibal.families.base import ImageLoad, ImageRule, Size, SoundHeader, VideoHeader, VideoLoad
+from omnibal.families.base import ImageLoad, ImageRule, Size, VideoHeader, VideoLoad
 from omnibal.formats.chat import IMAGE_MARK, Conversation, read_conversation
 from omnibal.formats.files import stream_rows
-from omnibal.formats.measured import COLUMNS, lengths_of, summed
+from omnibal.formats.measured import lengths_of, summed
 from omnibal.formats.media import image_size, sound_header, video_header
 from omnibal.formats.rows import Row, is_tar, parse_entry
 from omnibal.formats.shards import Shards, names_of, open_shards
@@ -32,10 +32,10 @@ FIXED_TOKENS: Final = ("internvl", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"
 """Families whose vision units bring so many tokens each."""
 HEAD_BYTES: Final = 1 << 12
 DRAWN: Final = 1000  # samples that are drawn of a dataset, or read of a stream
-DRIFT: Final = 4  # standard errors by which the halves of a stream's head may differ
 STANDARD_INPUT: Final = Path("-")
 MOST_OPEN: Final = 64
 """Shards that are read at the same time; of more, so many are taken, evenly spaced."""
+FRAMES: Final = (512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4)  # of a video, tried as its limit
 MOST_UNREAD: Final = 0.1  # share of samples that may be unreadable
 # What ChatML adds to a turn, and which of it is a target: the token that ends an answer; what stands around an image.
 TURN_TOKENS, END_TOKENS, IMAGE_TOKENS = 5, 1, 2
@@ -52,7 +52,6 @@ _PARTS: Final = pattern(
 )
 
 Count = Callable[[str], int]
-Loads = tuple[int, int, int] | tuple[int, int, int, int]
 
 
 def estimated_tokens(text: str) -> int:
@@ -70,9 +69,7 @@ class MeasuredLengths:
     said: str  # where the lengths come from, in words
     is_whole: bool = False  # whether every sample was counted before
     is_stream: bool = False  # whether only the head of a stream was measured
-    # Headers of the samples that have videos or sounds.
-    videos: Mapping[int, tuple[VideoHeader, ...]] = field(default_factory=dict)
-    sounds: Mapping[int, tuple[SoundHeader, ...]] = field(default_factory=dict)
+    videos: Mapping[int, tuple[VideoHeader, ...]] = field(default_factory=dict)  # of the samples that have some
     image_tokens: IntArray | None = None
     """Tokens of each sample that stand for images, videos or sounds; None if vision units tell them."""
     images: str = ""  # how large images were taken to be, and who says so; empty if nothing was assumed
@@ -116,7 +113,7 @@ def measure(
         from omnibal.data.source_draws import typical_lengths  # compiled, which no other advice needs
 
         said, lengths = f"{found.said}; drawn with the mixture's first shares", found.lengths
-        found = replace(found, lengths=typical_lengths(lengths, present.mixture), videos={}, sounds={}, said=said)
+        found = replace(found, lengths=typical_lengths(lengths, present.mixture), videos={}, said=said)
     lengths = found.lengths
     if model.units == "patches" and lengths.vision_squared is None and lengths.vision_units.any():
         squared = lengths.vision_units.astype(np.int64) ** 2
@@ -149,9 +146,7 @@ class DrawnLengths:
     problems: tuple[str, ...]  # one for each sample that could not be measured
     text_tokens: float  # mean tokens of a sample that are text
     usable: IntArray  # numbers of the samples that could be measured, in the order in which they were given
-    # Headers of the samples that have videos or sounds.
-    videos: Mapping[int, tuple[VideoHeader, ...]] = field(default_factory=dict)
-    sounds: Mapping[int, tuple[SoundHeader, ...]] = field(default_factory=dict)
+    videos: Mapping[int, tuple[VideoHeader, ...]] = field(default_factory=dict)  # of the samples that have some
     image_tokens: IntArray | None = None  # tokens of each sample that are no text
 
 
@@ -190,14 +185,14 @@ def measure_rows(
 ) -> DrawnLengths:
     """Measure some rows, each with the folder that its files are relative to."""
     loads, problems, texts, usable, number = [], list[str](), list[int](), list[int](), -1
-    videos, sounds = dict[int, tuple[VideoHeader, ...]](), dict[int, tuple[SoundHeader, ...]]()
+    videos = dict[int, tuple[VideoHeader, ...]]()
     for number, (row, root) in enumerate(rows):
         try:
             conversation = read_conversation(row.read(), root, strict=False)
             of_images: Sequence[Any] = rule(conversation.sizes or tuple(map(image_size, conversation.images)))
-            clips, heard = tuple(map(video_header, conversation.videos)), tuple(map(sound_header, conversation.sounds))
+            clips = tuple(map(video_header, conversation.videos))
             of_videos: list[Any] = [model.video_rule()(header) for header in clips]
-            of_sounds: list[Any] = [model.sound_rule()(header) for header in heard]
+            of_sounds: list[Any] = [model.sound_rule()(sound_header(path)) for path in conversation.sounds]
         except Exception as error:  # records of other code bases may hold anything
             problems.append(str(row.problem(error)))
             continue
@@ -206,9 +201,8 @@ def measure_rows(
         times = sum(tokens_of(load, count) - load.llm_tokens for load in of_videos)
         units, tokens, _, *further = summed(of_images, of_videos, of_sounds)
         loads.append((units, text + tokens + times, targets, *further))
-        for found, headers in ((videos, clips), (sounds, heard)):
-            if headers:
-                found[len(usable)] = headers  # type: ignore[assignment]  # each pair is of one kind
+        if clips:
+            videos[len(usable)] = clips
         texts.append(text)
         usable.append(number)
     if not loads or len(problems) > MOST_UNREAD * (number + 1):  # the others may be of another kind: texts, say
@@ -220,9 +214,7 @@ def measure_rows(
         )
     lengths = lengths_of(np.array(loads, dtype=np.int64))
     image_tokens = lengths.llm_tokens - np.array(texts)
-    return DrawnLengths(
-        lengths, tuple(problems), sum(texts) / len(loads), np.array(usable), videos, sounds, image_tokens
-    )
+    return DrawnLengths(lengths, tuple(problems), sum(texts) / len(loads), np.array(usable), videos, image_tokens)
 
 
 def tokens_of(load: VideoLoad, count: Count) -> int:
@@ -256,32 +248,8 @@ def _drawn(data: Path, model: Model, rule: ImageRule, images: Path | None, *, of
 def _of_head(rows: Iterable[tuple[Row, Path]], data: Sequence[Path], model: Model, rule: ImageRule) -> MeasuredLengths:
     counter, names = _tokenizer(model.folder), ", ".join(map(str, data))
     drawn = measure_rows(islice(rows, DRAWN), rule, counter or estimated_tokens, names, model)
-    return replace(_told(drawn, _of_stream(drawn.lengths, model.units), counter is None), is_stream=True)
-
-
-def measured_head(items: Iterable[Any], loads: Callable[[Any], Loads]) -> MeasuredLengths:
-    """Measure the first thousand items of a stream, for a ``Question``.
-
-    Args:
-        loads: Vision units, LLM tokens and target tokens of an item, and its videos' vision units if there are any.
-    """
-    rows = [(*loads(item), 0)[:4] for item in islice(items, DRAWN)]
-    if not rows:
-        raise DataError("a stream must yield items to measure, got none")
-    lengths = lengths_of(np.array(rows, dtype=np.int64), (*COLUMNS[:3], "video_units"))
-    return MeasuredLengths(lengths, _of_stream(lengths), is_stream=True)
-
-
-def _of_stream(lengths: SampleLengths, units: str = "vision units") -> str:
-    """Where a stream's lengths come from, and whether its head changes on the way: it stands for what follows."""
-    half, said = len(lengths) // 2, f"the first {len(lengths):,} samples of a stream measured"
-    for name, load in ((units, lengths.vision_units), ("tokens", lengths.llm_tokens)):
-        first, second = load[:half], load[half:]
-        if half and abs(first.mean() - second.mean()) > DRIFT * np.hypot(first.std(), second.std()) / half**0.5:
-            means = f"{first.mean():,.1f} and {second.mean():,.1f} {name} a sample"
-            hint = "shuffle it, or what follows may differ, too"
-            return f"{said}, whose halves differ by more than chance ({means}): {hint}"
-    return said
+    text = f"the first {len(drawn.lengths):,} samples of a stream measured"
+    return replace(_told(drawn, text, counter is None), is_stream=True)
 
 
 def _told(drawn: DrawnLengths, text: str, is_estimated: bool) -> MeasuredLengths:
@@ -290,9 +258,7 @@ def _told(drawn: DrawnLengths, text: str, is_estimated: bool) -> MeasuredLengths
         text += f"; tokens of text estimated (±{ESTIMATE_ERROR:.0%}, ±{share:.0%} of all), for want of a tokenizer"
     if drawn.problems:
         text += f"; {len(drawn.problems)} could not be read, the first: {drawn.problems[0]}"
-    return MeasuredLengths(
-        drawn.lengths, text, videos=drawn.videos, sounds=drawn.sounds, image_tokens=drawn.image_tokens
-    )
+    return MeasuredLengths(drawn.lengths, text, videos=drawn.videos, image_tokens=drawn.image_tokens)
 
 
 def _tokenizer(folder: Path | None) -> Count | None:
@@ -340,21 +306,32 @@ def _largest_image(model: Model, present: Present, max_image: int | None) -> str
 
 def _cut(found: MeasuredLengths, present: Present, model: Model) -> MeasuredLengths:
     """Samples as the trainer trains them whose limit of tokens is known; what it leaves out is left out."""
-    lengths, rule = found.lengths, present.overlong or Overlong()
-    limit = present.cutoff
+    lengths, rule, limit = found.lengths, present.overlong or Overlong(), present.cutoff
     if limit is None and present.host == "ms-swift":  # it cuts at the most tokens that the model takes
-        most = model.config.get("text_config", {}).get("max_position_embeddings")
-        limit = int(most) if most else None
-    over = 0 if limit is None else int((lengths.llm_tokens > limit).sum())
-    if limit is None or not over:
+        limit = int(model.config.get("text_config", {}).get("max_position_embeddings", 0)) or None
+    tokens = lengths.llm_tokens.astype(np.int64)
+    if limit is None or not (tokens > limit).any():
         return found
+    over = tokens > limit
+    at = f"{limit:,} tokens" + (f" ({rule.setting})" if rule.setting else "")
+    if rule.keeps == "nothing":
+        said, stay = f"{int(over.sum()):,} of {len(over):,} samples are over {at} and left out", np.flatnonzero(~over)
+        if not len(stay):
+            raise DataError(f"{rule.setting} must leave samples to train on, got {limit:,}: {said}")
+        place = {int(old): new for new, old in enumerate(stay)}
+        videos = {place[old]: headers for old, headers in found.videos.items() if old in place}
+        return replace(found, lengths=lengths.take(stay), said=f"{found.said}; {said}", videos=videos)
     images = found.image_tokens if found.image_tokens is not None else _image_tokens(lengths, model)
-    lengths, stay, told = rule.cut(lengths, images, limit)
-    place = {int(old): new for new, old in enumerate(stay)}
-    videos = {place[old]: headers for old, headers in found.videos.items() if old in place}
-    sounds = {place[old]: headers for old, headers in found.sounds.items() if old in place}
-    said = f"{found.said}; {told}"
-    return replace(found, lengths=lengths, said=said, videos=videos, sounds=sounds, image_tokens=images[stay])
+    left, said = np.where(over, np.maximum(limit, images), tokens), f"{over.mean():.1%} are cut at {at}"
+    if (images > limit).any():
+        said += f"; {(images > limit).mean():.1%} have more image tokens than that, which ends most runs: raise it"
+    changed = {"llm_tokens": left}
+    if lengths.target_tokens is not None:
+        targets = lengths.target_tokens.astype(np.int64)
+        kept = rule.targets(tokens - targets, targets, left)
+        changed["target_tokens"] = np.where(over, np.clip(kept, 0, targets), targets)
+    cut = SampleLengths(**{**lengths.columns(), **changed}, source_names=lengths.source_names)
+    return replace(found, lengths=cut, said=f"{found.said}; {said}")
 
 
 def _unit_tokens(model: Model) -> tuple[int, int]:
@@ -386,3 +363,23 @@ def _check_tokens(lengths: SampleLengths, model: Model) -> None:
             f"{lengths.vision_units[first]} {model.units} and {lengths.llm_tokens[first]} tokens "
             f"({int(wrong.sum())} such samples); they are of another model or tokenizer"
         )
+
+
+def frames_that_fit(model: Model, measured: MeasuredLengths, limits: PackLimits) -> str:
+    """In words, the ``max_frames`` with which samples of videos are within the limits; empty where they are."""
+    lengths, videos, rule = measured.lengths, measured.videos, model.video_rule
+    over = [sample for sample in limits.oversized(lengths).tolist() if sample in videos]
+    if not over:
+        return ""
+
+    def fits(sample: int, frames: int) -> bool:
+        units, tokens = int(lengths.vision_units[sample]), int(lengths.llm_tokens[sample])
+        for header in videos[sample]:
+            fewer, before = rule(max_frames=frames, min_frames=min(frames, 4))(header), rule()(header)
+            units += fewer.vision_units - before.vision_units
+            tokens += tokens_of(fewer, estimated_tokens) - tokens_of(before, estimated_tokens)
+        return units <= limits.vision_units and tokens <= limits.llm_tokens
+
+    told = f"videos: {len(over) / len(lengths):.1%} of the samples exceed these limits"
+    found = next((frames for frames in FRAMES if all(fits(sample, frames) for sample in over)), None)
+    return f"{told}; max_frames {found} would make them fit" if found else f"{told}, whatever max_frames is"

@@ -154,7 +154,6 @@ class RankMemory:
     """What the host's memory holds, as far as ranks share it: "optimizer" (gradients with it, which DeepSpeed updates
     there), "parameters"."""
     precision: TrainingPrecision = USUAL
-    hpz: int = 1
 
     @cached_property
     def held(self) -> ModelProfile:
@@ -177,8 +176,6 @@ class RankMemory:
                 is_offloaded = ("parameters" if name == "parameter_bytes" else "optimizer") in self.offloaded
                 held = 0 if is_offloaded else -(-held // self.cluster.num_devices)
             total += held
-        if self.sharding == "zero3" and self.hpz > 1:
-            total += sum(layer.parameter_bytes for layer in layers_once) // self.hpz
         if "parameter_bytes" in shared:  # one layer runs while the next one is gathered
             total += 2 * max(layer.parameter_bytes for layer in layers)
         return total

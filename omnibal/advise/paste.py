@@ -190,7 +190,7 @@ def lines_to_paste(
         lines += ["paste:", *(f"    {line}" for line in TARGET_ROWS)]
     settings = _settings(advice, host, kind)
     if proposal is not None:
-        settings += [*_random(today.recipe, host), *HOSTS[host].beside_packs, *(present.beside_packs or ())]
+        settings += [*_random(today.recipe, host), *HOSTS[host].beside_packs]
     lines += [f"set: {', '.join(settings)}"] if settings else []
     lines.append(_to_measure(today, per_step))
     if proposal is not None and kind in ("annotations", "lengths"):
@@ -257,7 +257,7 @@ def rearranging_lines(advice: Advice, present: Present, found: WeighedLayout) ->
     batch = max(round(today.samples_per_step / ranks / recipe.micro_batches), 1)
     settings = [
         syntax.batch.format(batch), syntax.accumulation.format(recipe.micro_batches), *_random(today.recipe, host),
-        *_changed(today.recipe, recipe, host), *syntax.beside_packs, *(present.beside_packs or ()),
+        *_changed(today.recipe, recipe, host), *syntax.beside_packs,
     ]  # fmt: skip
     pasted = (f"    {line}" for line in REARRANGE)
     measured = _to_measure(today, batch * recipe.micro_batches * ranks)

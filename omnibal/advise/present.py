@@ -5,20 +5,24 @@ ms-swift. Keys that matter to time and memory are read, all others ignored; defa
 
 Sources: deepspeed.ai/docs/config-json; transformers ``TrainingArguments``; LLaMA-Factory ``src/llamafactory/hparams``
 (``cutoff_len`` 2048, ``image_max_pixels`` 768 × 768, vision tower and projector frozen, recomputation on, unless told
-otherwise); ms-swift "Command Line Parameters" (LoRA of rank 8, ViT and aligner frozen, recomputation on).
+otherwise); ms-swift "Command Line Parameters" (LoRA of rank 8, ViT and aligner frozen, recomputation on). Samples over
+a limit of tokens: ms-swift ``swift/template/base.py``; LLaMA-Factory ``data/processor/processor_utils.py``
+(``infer_seqlen``); TRL 1.16 ``trainer/sft_trainer.py``; the training code of InternVL, LLaVA, and Qwen-VL (whose
+``data_flatten`` cuts nothing).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, NamedTuple, cast
 
+import numpy as np
 import yaml
 
 from omnibal.advise.batches import Batching
 from omnibal.advise.memory import FLOAT16, FLOAT32, USUAL, TrainingPrecision, optimizer_of
-from omnibal.advise.overlong import LIMITS, STRATEGIES, Overlong, limit_of_arguments
 from omnibal.advise.wait import MEETINGS, Sharding
+from omnibal.data.lengths import IntArray
 from omnibal.data.mixture import Mixture
 from omnibal.errors import ConfigError, said
 from omnibal.records import parse_relaxed
@@ -28,14 +32,8 @@ Host = Literal["transformers", "llama-factory", "ms-swift", "deepspeed"]
 Content = Mapping[str, Any]
 # Keys that tell whose file it is, and keys of each that are read.
 _SWIFT: Final = (
-    "truncation_strategy",
-    "train_type",
-    "tuner_type",
-    "freeze_vit",
-    "freeze_aligner",
-    "padding_free",
-    "sft_type",
-)
+    "truncation_strategy", "train_type", "tuner_type", "freeze_vit", "freeze_aligner", "padding_free", "sft_type",
+)  # fmt: skip
 _FACTORY: Final = ("finetuning_type", "cutoff_len", "template", "freeze_vision_tower", "neat_packing")
 _ARGUMENTS: Final = ("per_device_train_batch_size", "gradient_checkpointing", "learning_rate", "num_train_epochs")
 _SWIFT_READ: Final = (
@@ -60,21 +58,37 @@ UNREAD: Final = (
     "optim_target_modules", "use_galore", "use_apollo", "use_badam", "use_unsloth", "use_dft_loss", "use_dora",
     "additional_target", "modules_to_save", "use_logits_to_keep", "loss_type", "activation_offloading",
     "sequence_parallel_size", "context_parallel_size", "tensor_parallel_size", "fp8", "enable_fp8",
-    "zero_quantized_weights", "zero_quantized_gradients",
-    "sequence_parallel", "autotuning",
+    "zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_partition_size", "sequence_parallel", "autotuning",
 )  # fmt: skip
 # Sections of DeepSpeed's zero_optimization that put something into the host's memory.
 OFFLOADS: Final = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
 # Stages of training that take pairs of answers, or make their own.
 PREFERENCES: Final = ("dpo", "kto", "orpo", "simpo", "cpo", "rm", "ppo", "grpo", "gkd")
-# What `balance` refuses of a Trainer's settings, beside how samples are drawn: the only value that it takes.
-BESIDE_PACKS: Final[Mapping[str, Any]] = {
-    "label_smoothing_factor": 0.0, "neftune_noise_alpha": None, "auto_find_batch_size": False,
-    "average_tokens_across_devices": True, "packing": False, "padding_free": False, "dataloader_drop_last": False,
-    "dataloader_in_order": True, "accelerator_config.dispatch_batches": None,
-}  # fmt: skip
 LARGEST_IMAGE: Final = 768 * 768  # LLaMA-Factory's default
 USUAL_RANK: Final = 8  # of LoRA's adapters, in LLaMA-Factory and ms-swift
+# ms-swift's ``truncation_strategy``: two cut samples, the others leave them out ("split" is for texts).
+STRATEGIES: Final = ("delete", "raise", "left", "right", "split")
+# Limits of tokens: of TRL's SFTTrainer, and of the training code of InternVL, of Qwen-VL and LLaVA.
+LIMITS: Final = ("max_length", "max_seq_length", "model_max_length")
+_TRL: Final = (
+    "assistant_only_loss", "completion_only_loss", "dataset_text_field", "packing_strategy", "truncation_mode",
+)  # fmt: skip
+TRL_LENGTH: Final = 1024
+
+
+class Overlong(NamedTuple):
+    """What a trainer does with samples over its limit of tokens."""
+
+    setting: str = ""  # the setting that says the limit, as the trainer calls it
+    keeps: Literal["nothing", "start", "question and answer"] = "start"
+
+    def targets(self, question: IntArray, answer: IntArray, limit: IntArray) -> IntArray:
+        """Target tokens that are kept; LLaMA-Factory leaves whichever is under half of the limit whole."""
+        if self.keeps == "start":
+            return limit - question
+        most = np.where(answer * 2 < limit, limit, limit - question)
+        both = (answer * 2 >= limit) & (question * 2 >= limit)
+        return np.where(both, limit * answer // np.maximum(question + answer, 1), most)
 
 
 @dataclass(frozen=True)
@@ -88,8 +102,6 @@ class Present:
     step: int | None = None
     """Samples of a step of all ranks, from which follows what of the two above is not said."""
     batching: Batching | None = None
-    hpz: int | None = None
-    """Ranks that keep a second copy of all weights together (ZeRO++'s hpZ), under ZeRO 3."""
     offloaded: tuple[str, ...] | None = None  # what the host's memory holds: "optimizer", "parameters"
     cutoff: int | None = None  # most tokens of a sample, or of a pack under "packed"
     overlong: Overlong | None = None  # what becomes of samples over the cutoff
@@ -106,8 +118,6 @@ class Present:
     short_states: bool | None = None  # whether DeepSpeed keeps the optimizer's numbers in 16 bits
     weight_bits: int | None = None
     fused_loss: bool | None = None  # whether Liger's kernels never have all logits
-    beside_packs: tuple[str, ...] | None = None
-    """Settings of a Trainer to change before it trains on packs of ours."""
     said: Mapping[str, str] = field(default_factory=dict)  # what was read, key by key
     unread: Mapping[str, str] = field(default_factory=dict)  # what matters and was not read, key by key
 
@@ -200,7 +210,7 @@ def _deepspeed(content: Content) -> Present:
     if batch is not None and step is None and "gradient_accumulation_steps" not in content:
         accumulation = 1  # DeepSpeed's default
     offloaded = tuple(part for part, key in OFFLOADS.items() if _section(zero, key).get("device", "none") != "none")
-    optimizer, hpz = _section(content, "optimizer").get("type"), _count(zero, "zero_hpz_partition_size")
+    optimizer = _section(content, "optimizer").get("type")
     shared = _section(content, "tensor_parallel").get("autotp_size", 0)
     if shared not in (0, 1):
         raise ConfigError(
@@ -210,7 +220,7 @@ def _deepspeed(content: Content) -> Present:
     half = {**_section(content, "fp16"), **_section(content, "bf16")}
     without = half.get("bf16_master_weights_and_grads") or half.get("fp16_master_weights_and_grads")
     masters = "in 16 bits" if without else None
-    told = {"zero_hpz_partition_size": hpz, "optimizer.type": optimizer, "master_weights_and_grads": masters}
+    told = {"optimizer.type": optimizer, "master_weights_and_grads": masters}
     said = {"zero_optimization.stage": str(stage)} | _said(content, _DEEPSPEED_READ)
     said |= {OFFLOADS[part]: "yes" for part in offloaded} | {key: str(value) for key, value in told.items() if value}
     # Samples are drawn in the shares that repetitions make in any case.
@@ -221,7 +231,6 @@ def _deepspeed(content: Content) -> Present:
         batch=batch,
         accumulation=accumulation,
         step=step,
-        hpz=hpz,
         offloaded=offloaded or None,
         mixture=None if mixture in (None, "repeat_time") else Mixture.of(mixture),
         optimizer=_known_optimizer(optimizer),
@@ -244,7 +253,7 @@ def _arguments(content: Content, load: Callable[[str], Content] | None, host: Ho
     dtype = str(content.get("dtype") or content.get("torch_dtype") or "auto")
     in_float32 = "float32" in dtype or content.get("fp16") or host != "transformers"
     batch = _count(content, "per_device_train_batch_size")
-    cutoff, overlong = limit_of_arguments(content, _count) if host == "transformers" else (None, None)
+    cutoff, overlong = _limit(content) if host == "transformers" else (None, None)
     own = Present(
         host=host,
         sharding="fsdp" if content.get("fsdp") else None,
@@ -259,7 +268,6 @@ def _arguments(content: Content, load: Callable[[str], Content] | None, host: Ho
         pure=None if in_float32 else True,
         weight_bits=4 if content.get("load_in_4bit") else 8 if content.get("load_in_8bit") else None,
         fused_loss=True if content.get("use_liger_kernel") else None,
-        beside_packs=_beside_packs(content) if host == "transformers" else None,
         said=_said(content, (*_ARGUMENTS_READ, *(LIMITS if host == "transformers" else ()))),
         unread=_unread(content, content.get("optim"), "optim"),
     )
@@ -268,15 +276,14 @@ def _arguments(content: Content, load: Callable[[str], Content] | None, host: Ho
     return (own if named.optimizer is None else replace(own, optimizer=None)).over(named)
 
 
-def _beside_packs(content: Content) -> tuple[str, ...] | None:
-    """Settings that `balance` refuses, with the value that it takes."""
-    found = []
-    for name, value in BESIDE_PACKS.items():
-        section, _, key = name.rpartition(".")
-        holder = (content.get(section) or {}) if section else content
-        if isinstance(holder, Mapping) and holder.get(key, value) != value:
-            found.append(f"{name}={value!r}")
-    return tuple(found) or None
+def _limit(content: Content) -> tuple[int | None, Overlong | None]:
+    """The limit of tokens that training code around Trainer has, and what it does with longer samples."""
+    key = next((name for name in LIMITS if content.get(name) is not None), None)
+    if key is None and "max_length" not in content and any(name in content for name in _TRL):
+        return TRL_LENGTH, Overlong("max_length, by TRL's default")
+    if key is None or (key == "model_max_length" and content.get("data_flatten")):
+        return None, None
+    return _count(content, key), Overlong(key)
 
 
 def _named_deepspeed(named: Any, load: Callable[[str], Content] | None) -> Present:
@@ -324,7 +331,7 @@ def _swift(content: Content) -> Present:
         batch=_count(content, "per_device_train_batch_size") or 1,
         batching="packed" if content.get("packing") else "flattened" if content.get("padding_free") else None,
         cutoff=_count(content, "max_length"),
-        overlong=Overlong(f"max_length; truncation_strategy {strategy}", STRATEGIES[strategy]),
+        overlong=Overlong(f"truncation_strategy {strategy}", "start" if strategy in ("left", "right") else "nothing"),
         recompute=bool(content.get("gradient_checkpointing", True)),
         frozen=_frozen(content, "freeze_vit", "freeze_aligner", "freeze_llm"),
         lora=_lora(content, kind),

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from omnibal.advise.changes import MOST_SCALED, SAME_STEP, Advice, advise
 from omnibal.advise.estimate import Recipe, Scenario
-from omnibal.advise.fitting import check_weighable
 from omnibal.advise.measuring import MeasuredLengths, measure
 from omnibal.advise.models import Model, adapted_profile, read_model
 from omnibal.advise.paste import offered_by
@@ -130,7 +129,6 @@ class Question:
         """
         from omnibal.advise.layouts import weigh_layouts  # its loops are compiled, which no other advice needs
 
-        check_weighable(self.cluster, self.scenario.samples_per_step)
         if self.costs is not None:
             self.costs.check_matches(tensor_parallel=1)
         return weigh_layouts(self.scenario, self.tensor_profile, report=report)
@@ -145,14 +143,11 @@ class Question:
     @cached_property
     def recipe(self) -> Recipe:
         """The present way of training."""
-        present, ranks = self.present, self.cluster.num_devices
+        present = self.present
         limits = PackLimits(MOST, present.cutoff or MOST) if present.batching == "packed" else None
-        hpz = present.hpz or 1
-        if ranks % hpz:
-            raise ConfigError(f"zero_hpz_partition_size must divide the {ranks} devices of {self.cluster}, got {hpz}")
         return Recipe(
             present.sharding or "ddp", present.batching or "random", *self._batches(),
-            "none" if present.recompute is False else "full", limits, offloaded=present.offloaded or (), hpz=hpz,
+            "none" if present.recompute is False else "full", limits, offloaded=present.offloaded or (),
         )  # fmt: skip
 
     def _batches(self) -> tuple[int, int]:

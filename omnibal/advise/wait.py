@@ -151,14 +151,11 @@ def exposed_seconds(
     costs: Mapping[str, FloatArray],
     *,
     hides: bool = True,
-    hpz: int = 1,
 ) -> FloatArray:
     """Seconds of every step in which ranks only communicate.
 
     Args:
         costs: From ``phase_seconds``.
-        hpz: Ranks that keep a second copy of all weights together, which backward passes gather from under ZeRO 3
-            (Wang et al., ZeRO++, 2023, section 3.2).
         hides: Whether ranks compute beside what they send, as assumed above.
     """
     # In a ring every rank sends (ranks - 1) / ranks of the bytes that all ranks end up with, or give their part of.
@@ -168,15 +165,12 @@ def exposed_seconds(
     trained = sum(layer.gradient_bytes for layer in profile.layers) * share
     if MEETINGS[sharding] == "phase":
         parts = {phase.partition(" ")[0] for phase in costs}
-        weights = {part: _bytes(profile, part, "parameter_bytes") for part in parts}
+        weights = {part: _bytes(profile, part, "parameter_bytes") * share for part in parts}
         reduced = {part: _bytes(profile, part, "gradient_bytes") * share for part in parts}
-        near = share
-        if sharding == "zero3" and 1 < hpz <= cluster.devices_per_node:
-            near = (hpz - 1) / hpz / cluster.device.link_bytes_per_second
         exposed = np.zeros(len(backward))
         for phase, seconds in slowest.items():
             part, _, direction = phase.partition(" ")
-            sent = weights[part] * share if direction == "forward" else weights[part] * near + reduced[part]
+            sent = weights[part] + (reduced[part] if direction == "backward" else 0.0)
             # A phase of no seconds is the backward pass of a frozen front, through which no gradient goes.
             exposed += (np.maximum(sent - hides * seconds, 0) * (seconds > 0)).sum(axis=1)
         return exposed

@@ -140,13 +140,12 @@ def advise(
     written = [f"written: {plot}"] if plot else []
     record = report.to_record() | ({} if weighed is None else {"layouts": weighed.to_record()}) | {"written": plot}
     table = [] if weighed is None else weighed.parts()
-    answer(record, *report.findings(), *table, *report.to_paste(weighed), *written, as_json=as_json)
+    answer(record, *report.lines(), *table, *report.to_paste(weighed), *written, as_json=as_json)
 
 
 def _weigh(question: Question, advice: Advice) -> LayoutReport:
     """The layouts, beside today's recipe and the best settings."""
     from omnibal.advise.estimate import Way
-    from omnibal.advise.fitting import degrees_that_fit
     from omnibal.report.advise import BEST
     from omnibal.report.layouts import LayoutReport
 
@@ -154,9 +153,8 @@ def _weigh(question: Question, advice: Advice) -> LayoutReport:
         found = question.layouts(said)
     today, settled = advice.today, advice.settled
     runs = today.peaks[1] <= today.memory.budget_bytes
-    would_fit = degrees_that_fit(today, question.tensor_profile)
     best = Way.of(BEST, settled) if settled is not today else None
-    return LayoutReport(found, question.scenario, today.samples_per_second if runs else None, would_fit, best)
+    return LayoutReport(found, question.scenario, today.samples_per_second if runs else None, best)
 
 
 def _read_costs(path: Path | None) -> ModelProfile | Calibration | None:

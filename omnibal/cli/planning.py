@@ -8,7 +8,6 @@ from typing import Final, Literal
 
 from omnibal.advise.changes import TRAINER, settings_alone
 from omnibal.advise.estimate import Scenario, Way
-from omnibal.advise.fitting import check_weighable
 from omnibal.advise.layouts import KINDS, Kind, LayoutAnswer, weigh_layouts
 from omnibal.advise.paste import offered_by
 from omnibal.advise.question import MEASURED
@@ -202,7 +201,6 @@ def cheapest_way(workspace: Workspace, cluster: Cluster, samples_per_step: float
 
 def weigh(workspace: Workspace, request: PlanRequest, choice: LayoutChoice) -> LayoutReport:
     """Weigh the kinds of layout that a choice names on the workspace's samples."""
-    check_weighable(request.cluster, request.global_batch)
     is_counted = counts_layers(workspace)
 
     def profiles(encoder: int, language: int) -> ModelProfile:

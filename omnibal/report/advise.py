@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from omnibal.advise.changes import SAME_STEP, Advice, TriedChange, count_of
-from omnibal.advise.clips import clip_limits
-from omnibal.advise.estimate import MODEL_ERROR, UNSEEN, Estimate, Way, gain_in_words
-from omnibal.advise.memory import COPIED, FLOAT16, USUAL
+from omnibal.advise.estimate import MODEL_ERROR, UNSEEN, Estimate
+from omnibal.advise.measuring import frames_that_fit
+from omnibal.advise.memory import FLOAT16, USUAL
 from omnibal.advise.paste import (
     DataKind,
     Proposal,
@@ -23,7 +23,6 @@ from omnibal.advise.paste import (
     with_layout,
 )
 from omnibal.advise.question import Question
-from omnibal.feeds.buffer_plan import buffer_of
 from omnibal.report.style import (
     BLUE,
     GIB,
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
 CAUSE_COLOURS: Final = (GREEN, GREY, VERMILION, ORANGE, PINK, BLUE, SKY)
 SAME_LAYOUT: Final = 0.03  # share by which layouts may differ and still count as equally fast
 BEST: Final = "your best settings"
-BUFFERED: Final = "a buffer on each rank; the drop-in plans it"  # what balance takes to adopt where data is a stream
 
 
 @dataclass(frozen=True)
@@ -70,47 +68,52 @@ class Report:
 
     @cached_property
     def headline(self) -> str:
-        """What is gained over today's way in all, and over the best settings, which are the cheapest alternative."""
+        """The answer: what is gained over the best settings and over today, and the memory that it takes."""
         advice = self.advice
-        now, best = Way("today", advice.today.samples_per_second), Way(BEST, advice.settled.samples_per_second)
-        at = f"at {advice.today.samples_per_step:,.0f} samples a step"
         if not advice.adopted:
-            return "leave it as it is: nothing brings more than the estimate's error"
+            return f"leave it as it is: nothing brings more than the estimate's error; {self._over_settings}"
         if advice.beyond.factor == 1:
-            return f"{BEST} (steps 0, which need no packs): {gain_in_words([(advice.settings, now)])}, {at}"
-        gains = (
-            [(advice.whole, now)] if advice.settled is advice.today else [(advice.whole, now), (advice.beyond, best)]
-        )
-        return f"omnibal: {gain_in_words(gains)}, {at}"
+            found = f"{BEST} (steps 0) over today: {advice.settings}x; {self._over_settings}"
+        elif advice.settled is advice.today:
+            found = f"omnibal over today: {advice.whole}x"
+        else:
+            found = f"omnibal over {BEST}: {advice.beyond}x, over today {advice.whole}x"
+        now, then = (f"{estimate.peaks[0] / GIB:.1f}" for estimate in (advice.today, advice.after))
+        return f"{found}; memory of the fullest rank {now} → {then} of {self._budget:.1f} GiB; paste the last lines"
 
     @property
     def _over_settings(self) -> str:
-        """What packs bring over settings, in one line, be it a loss."""
-        gain, packs = self.advice.over_settings, self.advice.takes_packs
+        gain = self.advice.over_settings
         if gain is None:
-            return f"omnibal over {BEST}: its packs do not fit"
-        word = "" if packs else ": leave its packs out" if gain.factor < 1 else ": less than the estimate's error"
-        return f"omnibal over {BEST}: {gain}x{word}"
+            return "packs do not fit"
+        return f"packs bring {gain}x, " + ("leave them out" if gain.factor < 1 else "less than the estimate's error")
 
-    def findings(self) -> list[str]:
+    @property
+    def _budget(self) -> float:
+        return self.advice.today.memory.budget_bytes / GIB
+
+    def lines(self) -> list[str]:
+        """The answer, what it assumes, and each change on top of those before it."""
         advice, today, asked = self.advice, self.advice.today, self.question
-        found = [
-            f"{asked.model.name}{self._trained()} on {asked.cluster}: {today.recipe.text}, "
-            f"{today.samples_per_step:,.0f} samples a step"
-            + (f"; {asked.measured.images}" * bool(asked.measured.images)),
-            self.headline,
-            self._over_settings,
-            f"data: {asked.measured.said}{self._few()}",
+        assumed = [
+            f"{asked.model.name}{self._trained()} on {asked.cluster}, {today.recipe.text}, "
+            f"{today.samples_per_step:,.0f} samples a step",
+            *([asked.measured.images] if asked.measured.images else []),
+            self._optimizer(),
         ]
+        how = "counted" if asked.costs is None else f"by costs measured on {asked.costs.devices}"
+        found = [self.headline, f"{how} for {'; '.join(assumed)}", f"data: {asked.measured.said}{self._few()}"]
         for name, keys in (("read", asked.present.said), ("not read", asked.present.unread)):
             if keys:
                 found.append(f"{name}: {', '.join(f'{key} {value}' for key, value in keys.items())}")
-        found.append(self._optimizer())
-        if asked.costs is not None:
-            found.append(f"costs: measured on {asked.costs.devices}")
         if offloaded := " and ".join(asked.recipe.offloaded):
             found.append(f"{offloaded} on the host: its transfers and updates are not counted")
-        found.append(f"today: {', '.join(f'{cause} {share:.0%}' for cause, share in today.shares.items())}")
+        if (lacks := today.peaks[0] / GIB - self._budget) > 0:
+            fits = f"; it would fit with {', or '.join(advice.fitting)}" if advice.fitting else ""
+            found.append(f"memory: today's fullest micro-batch lacks {lacks:.1f} GiB and would end the run{fits}")
+        shares = ", ".join(f"{cause} {share:.0%}" for cause, share in today.shares.items())
+        found.append(f"today: {today.samples_per_second:,.1f} samples/s, of their time {shares}")
+        found.append("each step on top of the last that brings something; 0 are your trainer's settings")
         # Changes that are parts of packs say nothing by themselves if packs as a whole bring nothing.
         own = [
             change for change in advice.changes
@@ -118,13 +121,7 @@ class Report:
         ]  # fmt: skip
         found += [f"0. {self._said(change)}" for change in advice.changes if change.is_setting]
         found += [f"{number}. {self._said(change)}" for number, change in enumerate(own, start=1)]
-        found.append(self._memory())
-        if self.proposal is not None:
-            found.append(self._limits(self.proposal))
-            if asked.measured.is_stream:
-                size = buffer_of(self.advice.after.recipe.micro_batches)
-                found.append(f"buffer: {size} samples of a rank planned at a time")
-        return found
+        return found + ([self._limits(self.proposal)] if self.proposal is not None else [])
 
     def to_paste(self, layouts: LayoutReport | None = None) -> list[str]:
         """The lines that adopt the advice, or the fastest layout that runs if that brings more."""
@@ -177,7 +174,7 @@ class Report:
                 {
                     "name": change.name, "detail": change.detail, "factor": change.factor,
                     "error": change.gain.error if change.gain else 0.0,
-                    "brings": change in advice.adopted, "is_setting": change.is_setting, "cost": change.cost,
+                    "brings": change in advice.adopted, "is_setting": change.is_setting,
                 }
                 for change in advice.changes
             ],
@@ -210,48 +207,30 @@ class Report:
 
     def _optimizer(self) -> str:
         present, sharding = self.question.present, self.question.recipe.sharding
-        precision, name = present.precision, present.optimizer or "AdamW (assumed)"
-        states, master = precision.kept(sharding)
-        parts = [f"weight {FLOAT16}", f"gradient {FLOAT16}", f"states {states:.2g}"]
-        parts += [f"float32 copy {master:.0f}"] if master else []
-        found = f"optimizer: {name}; bytes of a trained parameter: {', '.join(parts)}"
-        if precision.copied_bytes(self.question.scenario.profile, sharding, 1):
-            found += f", copies of the gradient at the update {COPIED}"
+        precision = present.precision
+        held = 2 * FLOAT16 + sum(precision.kept(sharding))
+        found = f"{present.optimizer or 'AdamW (assumed)'}, {held:.3g} bytes a trained parameter"
         if precision.weight_bits != USUAL.weight_bits:
-            found += f"; frozen weights of the language model in {precision.weight_bits} bits, which take no more time"
+            found += f"; frozen weights in {precision.weight_bits} bits, which take no more time"
         if precision.optimizer.is_pageable:
-            found += "; paged states taken to be on the host, their transfers not counted"
+            found += "; paged states on the host, their transfers not counted"
         return found + ("; Liger's loss never holds all logits" if precision.fused_loss else "")
 
-    def _memory(self) -> str:
-        today, after = self.advice.today, self.advice.after
-        has = today.memory.budget_bytes / GIB
-        fullest, mean = (size / GIB for size in today.peaks)
-        line = f"memory: fullest rank {fullest:.1f} of {has:.1f} GiB, mean {mean:.1f}"
-        if after is not today:
-            line += f"; then {after.peaks[0] / GIB:.1f} and {after.peaks[1] / GIB:.1f}"
-        if fullest > has:
-            line += f"; today's fullest micro-batch lacks {fullest - has:.1f} GiB: such a step would end the run"
-        if self.advice.fitting:
-            line += f"; today would fit with {', or '.join(self.advice.fitting)}"
-        return line
-
     def _limits(self, proposal: Proposal) -> str:
-        advice, limits, units = self.advice, proposal.limits, self.question.model.units
-        packs = advice.after.recipe.micro_batches
-        today = advice.today.samples_per_step
+        advice, limits, asked = self.advice, proposal.limits, self.question
+        packs, today = advice.after.recipe.micro_batches, advice.today.samples_per_step
         unlike = abs(proposal.samples_per_step / today - 1) > SAME_STEP
-        why = "; an epoch has whole steps" if unlike and self.question.measured.is_whole else ""
-        per_pack = proposal.samples_per_step / (packs * self.question.cluster.num_devices)
+        why = "; an epoch has whole steps" if unlike and asked.measured.is_whole else ""
+        per_pack = proposal.samples_per_step / (packs * asked.cluster.num_devices)
         larger = proposal.oversized
         share = f"{larger:.1%}" if larger >= 0.001 else "less than 0.1%"
         fit = f"{share} of the samples are larger and have packs of their own" if larger else "every sample fits"
-        clips = "".join(f"; {text}" for text in clip_limits(self.question.model, self.question.measured, limits))
+        frames = frames_that_fit(asked.model, asked.measured, limits) if asked.measured.videos else ""
         return (
-            f"limits: {limits.vision_units:,} {units} and {limits.llm_tokens:,} LLM tokens a pack, "
-            f"{count_of(packs, 'pack')} of a rank: {per_pack:.1f} samples a pack make "
-            f"{proposal.samples_per_step:,.0f} a step ({today:,.0f} today{why}); {fit}"
-            f"{clips}"
+            f"limits: packs of at most {limits.vision_units:,} {asked.model.units} and {limits.llm_tokens:,} LLM "
+            f"tokens, {per_pack:.1f} samples each; {count_of(packs, 'pack')} a rank and step: "
+            f"{proposal.samples_per_step:,.0f} samples a step ({today:,.0f} today{why}); {fit}"
+            + (f"; {frames}" if frames else "")
         )
 
     def _said(self, change: TriedChange) -> str:
@@ -261,11 +240,9 @@ class Report:
             # The drop-in makes packing and balance together, so each counts even where it brings nothing alone.
             is_needed = self.advice.takes_packs and change.name in ("packing", "balance")
             nothing = "nothing by itself" if is_needed else "nothing"
-            return f"{change.name}: brings {nothing} ({change.gain} ×; {change.detail})"
-        if change in self.advice.replaced:
-            return f"{change.name}: {change.gain} × without packs ({change.detail}); packs take its place"
-        buffered = change.name == "balance" and self.question.measured.is_stream
-        return f"{change.name}: {change.gain} × ({change.detail}; takes {BUFFERED if buffered else change.cost})"
+            return f"{change.name}: brings {nothing} ({change.gain}x; {change.detail})"
+        instead = "; packs take its place" if change in self.advice.replaced else ""
+        return f"{change.name}: {change.gain}x ({change.detail}{instead})"
 
 
 def _figures(estimate: Estimate) -> dict[str, Any]:
@@ -305,30 +282,19 @@ def draw(report: Report, path: Path) -> None:
 
 def write_advice_page(report: Report, path: Path, layouts: LayoutReport | None = None) -> None:
     """Write an HTML page that holds its pictures; its folder is made."""
-    rows = [
-        (change.name, "step 0" if change.is_setting else "omnibal", change.detail,
-         "–" if change.gain is None else f"{change.gain} ×",
-         "yes" if change in report.advice.adopted else "no", change.cost)
-        for change in report.advice.changes
-    ]  # fmt: skip
-    # All columns are shares of today's time: those of faster ways add up to less than 100 %.
-    shares = [(cause, *(f"{share:.0%}" for share in of_today)) for cause, *of_today in report.advice.causes]
     with tempfile.TemporaryDirectory() as name:
         drawn = Path(name) / "advice.png"
         draw(report, drawn)
         weighed = [] if layouts is None else [_weighed(layouts)]
         sections = [
             section("In short", paragraph(report.headline)),
-            section("Found", *(paragraph(line) for line in report.findings() if line != report.headline)),
+            section("Found", *(paragraph(line) for line in report.lines()[1:])),
             section(
                 "Where the devices' time goes",
-                html_table(("of today's time", "today", "settings alone", "with omnibal"), shares),
                 picture(drawn, "Left: the devices' time for a sample. Right: what each change brings on top of those "
                         "before it; blue are settings that need nothing of omnibal, green its packs, grey what brings "
                         "nothing; black lines are errors."),
             ),
-            section("Changes, one on top of the other",
-                    html_table(("", "of", "what", "samples/s", "brings", "takes"), rows)),
             *weighed,
             *([section("To paste", code(pasted))] if (pasted := report.to_paste(layouts)) else []),
         ]  # fmt: skip

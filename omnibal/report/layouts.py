@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -37,8 +37,6 @@ class LayoutReport:
     scenario: Scenario
     today: float | None = None
     """Samples a second today; None where nothing runs."""
-    would_fit: Sequence[str] = ()
-    """How many devices would have to share a sample for today's recipe to fit."""
     best: Way | None = None
     """The cheapest alternative to all of them: what settings of a trainer bring."""
 
@@ -76,10 +74,6 @@ class LayoutReport:
         found += [NONE_FITS] if answer.winner is None else self._winner_lines(answer.winner)
         found += [f"cannot be: {KINDS[kind]}: {_lacking(missing)}" for kind, missing in answer.missing_bytes.items()]
         found += [f"not weighed: {line}" for line in self.not_weighed]
-        if self.would_fit:
-            ways = ", or ".join(self.would_fit)
-            lacks = "; omnibal has no sequence parallelism" if "sequence parallelism" in ways else ""
-            found.append(f"today's fullest micro-batch would fit with {ways}{lacks}")
         return found
 
     def _winner_lines(self, winner: WeighedLayout) -> list[str]:
@@ -128,7 +122,6 @@ class LayoutReport:
             "winner_today": _kind(answer.winner_today),
             "missing_bytes": dict(answer.missing_bytes),
             "not_weighed": list(self.not_weighed),
-            "would_fit": list(self.would_fit),
         }  # fmt: skip
 
     def rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

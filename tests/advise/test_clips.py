@@ -1,12 +1,10 @@
-"""Advice on videos that exceed a pack: which limit of frames, pixels or seconds makes them fit."""
+"""Advice on videos that exceed a pack: which limit of frames makes them fit."""
 
 import json
-import re
 
 import pytest
 
-from omnibal.advise.clips import FRAMES, SECONDS, clip_limits
-from omnibal.advise.measuring import measure
+from omnibal.advise.measuring import FRAMES, frames_that_fit, measure
 from omnibal.advise.models import read_model
 from omnibal.advise.present import Present
 from omnibal.data.limits import PackLimits
@@ -33,15 +31,10 @@ def test_limits_of_videos_are_the_largest_that_fit(measured):
     short, long = (rule(VideoHeader(128, 96, frames, 4.0)) for frames in (20, 240))
     assert (len(short.numbers), len(long.numbers)) == (10, 120)
     per_slice = long.vision_units // 60
-    (told,) = clip_limits(NAMED, measured, PackLimits(30 * per_slice, 10_000))
-    assert told.startswith("videos: 10.0% of the samples exceed these limits: ")
-    frames, seconds = (int(re.search(form, told)[1]) for form in (r"max_frames (\d+)", r"clips of (\d+) seconds"))
-    assert frames == max(each for each in FRAMES if each // 2 * per_slice <= 30 * per_slice) == 48
-    assert seconds == max(each for each in SECONDS if each * per_slice <= 30 * per_slice) == 30
-    assert "max_frames 48 would make them fit and cut 10.0% of the samples" in told
-    pixels = int(re.search(r"longest_edge ([\d,]+) \(pixels\)", told)[1].replace(",", ""))
-    fewer = NAMED.video_rule(size={"longest_edge": pixels, "shortest_edge": 28**2})
-    assert fewer(VideoHeader(128, 96, 240, 4.0)).vision_units <= 30 * per_slice
-    assert clip_limits(NAMED, measured, PackLimits(10**6, 10**6)) == []
-    (tokens,) = clip_limits(NAMED, measured, PackLimits(10**6, 40))
-    assert tokens == "videos: 20.0% of the samples exceed these limits, whatever videos are cut to"
+    told = frames_that_fit(NAMED, measured, PackLimits(30 * per_slice, 10_000))
+    frames = max(each for each in FRAMES if each // 2 * per_slice <= 30 * per_slice)
+    assert told == f"videos: 10.0% of the samples exceed these limits; max_frames {frames} would make them fit"
+    assert frames == 48
+    assert frames_that_fit(NAMED, measured, PackLimits(10**6, 10**6)) == ""
+    tokens = frames_that_fit(NAMED, measured, PackLimits(10**6, 40))
+    assert tokens == "videos: 20.0% of the samples exceed these limits, whatever max_frames is"

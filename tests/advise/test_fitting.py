@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from omnibal.advise.changes import advise
-from omnibal.advise.estimate import Recipe, Scenario
-from omnibal.advise.fitting import check_weighable, degrees_that_fit, what_fits
+from omnibal.advise.estimate import Recipe, Scenario, what_fits
+from omnibal.advise.layouts import weigh_layouts
 from omnibal.advise.models import Model, adapted_profile
 from omnibal.cluster import Cluster
 from omnibal.data.lengths import SampleLengths
@@ -72,29 +72,8 @@ def test_one_pack_of_a_rank_holds_no_more_samples_for_one_that_is_large():
     assert advice.after.samples_per_step == advice.today.samples_per_step == 16
 
 
-def counted(encoder, language):
-    return analytic_profile(RECORDS, EIGHT.device, tensor_parallel={"vision": encoder, "language": language})
-
-
-def test_the_fewest_devices_that_must_share_a_sample():
-    assert degrees_that_fit(scenario(8).estimate(Recipe("zero3", "random", 1, 8)), counted) == ()
-    large = scenario(8).estimate(Recipe("zero3", "random", 4, 2, "none"))
-    shared, divided = degrees_that_fit(large, counted)
-    assert shared == "2 tensor ranks" and divided.startswith("sequence parallelism of degree ")
-    # Half as many would not do: what a micro-batch keeps is divided by the degree, and the state is not.
-    degree, memory = int(divided.rpartition(" ")[2]), large.memory
-    kept, room = large.peaks[0] - memory.state_bytes, 0.95 * memory.budget_bytes - memory.state_bytes
-    assert kept / degree <= room < kept / (degree / 2)
-
-
-def test_where_the_state_alone_is_too_large_no_sequence_parallelism_helps():
-    small = scenario(8, cluster=Cluster.parse("8xA100-40GB")).estimate(Recipe("ddp", "random", 1, 8))
-    assert not any("sequence" in way for way in degrees_that_fit(small, counted))
-
-
 def test_one_device_and_a_step_of_few_samples_are_refused():
     with pytest.raises(ConfigError, match="cluster must have at least 2 devices for layouts to differ, got A100-80GB"):
-        check_weighable(Cluster.parse("A100-80GB"), 8)
+        weigh_layouts(scenario(cluster=Cluster.parse("A100-80GB")), None)
     with pytest.raises(ConfigError, match="the 8 devices of 8xA100-80GB for layouts to be weighed, got 7; take more"):
-        check_weighable(EIGHT, 7)
-    check_weighable(EIGHT, 8)
+        weigh_layouts(replace(scenario(), samples_per_step=7), None)

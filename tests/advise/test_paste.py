@@ -6,12 +6,11 @@ from omnibal.advise.changes import advise
 from omnibal.advise.estimate import Recipe, Scenario
 from omnibal.advise.models import Model
 from omnibal.advise.paste import HOSTS, Proposal, lines_to_paste, pipeline_lines
-from omnibal.advise.present import BESIDE_PACKS, Present, read_present
+from omnibal.advise.present import Present, read_present
 from omnibal.cluster import Cluster, Layout
 from omnibal.config import layout_of, read_config
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.integrations.trainer.settings import RULES
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from omnibal.profile.counted import analytic_profile
@@ -91,8 +90,6 @@ def test_the_pipelines_ds_config_can_be_read(tmp_path, present, key):
     [
         ({"group_by_length": True}, 'train_sampling_strategy="random" (before transformers 5 group_by_length=False)'),
         ({"train_sampling_strategy": "batch_rebalance"}, 'train_sampling_strategy="random"'),
-        ({"label_smoothing_factor": 0.1, "packing": True}, "label_smoothing_factor=0.0, packing=False"),
-        ({"accelerator_config": {"dispatch_batches": True}}, "accelerator_config.dispatch_batches=None"),
         ({"finetuning_type": "full", "group_by_length": True}, "group_by_length: false"),
         ({"train_type": "full", "group_by_length": True}, "--group_by_length false"),
     ],
@@ -108,10 +105,3 @@ def test_what_packs_take_the_place_of_is_switched_off(content, wanted):
     assert wanted in settings
     if present.host == "transformers":  # Trainer's default takes images away, which `balance` refuses
         assert "remove_unused_columns=False" in settings
-
-
-def test_all_that_balance_refuses_is_switched_off():
-    refused = {name: rule.only[0] for name, rule in RULES.items()}
-    always = {"remove_unused_columns": False}
-    assert refused == {**BESIDE_PACKS, **always, "train_sampling_strategy": "random"}
-    assert "remove_unused_columns=False" in HOSTS["transformers"].beside_packs

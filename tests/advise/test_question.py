@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from omnibal.advise.measuring import MeasuredLengths, measure, measured_head
+from omnibal.advise.measuring import MeasuredLengths, measure
 from omnibal.advise.models import Model, read_model
 from omnibal.advise.paste import lines_to_paste
 from omnibal.advise.present import Present, read_today
@@ -74,14 +74,6 @@ def test_a_run_corrects_counted_costs(lists, tmp_path):
         Question.read(lists, EIGHT, PRESENT, model="InternVL3-2B", costs=calibration)
 
 
-def test_secondary_partitions_divide_the_devices(lists):
-    question = Question.read(lists, EIGHT, replace(PRESENT, hpz=4), model=NAME)
-    assert question.recipe.hpz == 4
-    assert question.answer().today.memory.hpz == 4
-    with pytest.raises(ConfigError, match="zero_hpz_partition_size must divide the 8 devices of 8xA100-80GB, got 3"):
-        Question.read(lists, EIGHT, replace(PRESENT, hpz=3), model=NAME).recipe  # noqa: B018
-
-
 @pytest.mark.parametrize(
     ("costs", "present", "message"),
     [
@@ -108,19 +100,6 @@ def test_a_mixture_draws_from_several_lists_by_their_names(lists, tmp_path):
     assert (found.lengths.vision_units == 5).mean() == pytest.approx(0.75, abs=0.02)
     with pytest.raises(ConfigError, match=r"mixture must name sources of the data, got 'tow'; did you mean 'two'\?"):
         measured({"one": 1, "tow": 1})
-
-
-def test_the_head_of_a_stream_stands_for_it_if_it_does_not_drift():
-    model = read_model(NAME)
-    for drifts, told in ((False, ""), (True, ", whose halves differ by more than chance (0.5 and 5.5 vision units")):
-        loads = ((number % 2 + 5 * drifts * (number >= 500), 400, 30) for number in range(10**6))
-        found = measured_head(loads, lambda item: item)
-        assert found.said.startswith(f"the first 1,000 samples of a stream measured{told}")
-        assert len(found.said) < 60 or drifts
-    question = Question(found, model, EIGHT, PRESENT)
-    assert question.answer().whole.factor > 1.1
-    with pytest.raises(DataError, match="a stream must yield items to measure, got none"):
-        measured_head([], lambda item: item)
 
 
 def test_wrong_names_are_refused(lists, tmp_path):

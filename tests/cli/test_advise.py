@@ -53,24 +53,22 @@ def annotations(tmp_path_factory):
 def test_the_answer_in_ten_lines(omnibal, lengths, tmp_path):
     options = ("--today", "zero3", "--batch", 4, "--accumulation", 8, "--plot", tmp_path / "advice.png")
     lines = omnibal("advise", lengths, *RUN, *options).stdout.splitlines()
-    way = "zero3, batches of 4, 8 a rank and step, recomputing, 256 samples a step"
-    assert lines[0] == f"InternVL3-8B on 8xA100-80GB: {way}"
     # The answer comes first: against today, and packs against the trainer's own settings, which do as much here.
     assert re.match(
-        r"your best settings \(steps 0, which need no packs\): (2\.[89]|3\.\d)\d ± 0\.\d\dx the [\d.]+ samples/s of "
-        r"today, at 256 samples a step$",
-        lines[1],
+        r"your best settings \(steps 0\) over today: (2\.[89]|3\.\d)\d ± 0\.\d\dx; packs bring "
+        r"(0\.\d\d ± 0\.\d\dx, leave them out|1\.0\d ± 0\.\d\dx, less than the estimate's error); "
+        r"memory of the fullest rank [\d.]+ → [\d.]+ of 79\.2 GiB; paste the last lines$",
+        lines[0],
     )
-    assert re.match(r"omnibal over your best settings: (0\.\d\d ± .*: leave its|1\.0\d ± .*: less than the)", lines[2])
-    assert lines[3] == "data: 20,000 samples of measured lengths"
-    assert lines[4] == (
-        "optimizer: AdamW (assumed); bytes of a trained parameter: weight 2, gradient 2, states 8, float32 copy 4, "
-        "copies of the gradient at the update 6"
-    )
-    assert lines[5].startswith("today: useful 3")
+    way = "zero3, batches of 4, 8 a rank and step, recomputing, 256 samples a step"
+    optimizer = "AdamW (assumed), 16 bytes a trained parameter"
+    assert lines[1] == f"counted for InternVL3-8B on 8xA100-80GB, {way}; {optimizer}"
+    assert lines[2] == "data: 20,000 samples of measured lengths"
+    assert re.match(r"today: [\d.]+ samples/s, of their time useful 3\d%, ", lines[3])
+    assert lines[4].startswith("each step on top of the last")
     # Parts of packs that as a whole bring nothing are not told: "balance 2.5" would look like a gain.
-    assert [line.split(":")[0] for line in lines[6:13]] == [
-        "0. head", "0. group_by_length", "0. batch_rebalance", "0. batch", "0. recompute", "0. trainer", "memory",
+    assert [line.split(":")[0] for line in lines[5:12]] == [
+        "0. head", "0. group_by_length", "0. batch_rebalance", "0. batch", "0. recompute", "0. trainer", "paste",
     ]  # fmt: skip
     assert "    target_rows(model)  # before the trainer" in lines
     assert any(
@@ -86,21 +84,19 @@ def test_json_and_the_page_say_the_same(omnibal, lengths, tmp_path):
     printed = omnibal("advise", lengths, *RUN, *options[:4]).stdout.splitlines()
     assert record["headline"] in printed
     assert record["headline"] in (tmp_path / "advice.html").read_text()
-    assert record["headline"].startswith(f"omnibal: {record['factor']:.2f} ± {record['error']:.2f}x the ")
     gain = record["beyond_settings"]
-    assert f", {gain['factor']:.2f} ± {gain['error']:.2f}x the " in record["headline"]
+    best = f"omnibal over your best settings: {gain['factor']:.2f} ± {gain['error']:.2f}x, over today "
+    assert record["headline"].startswith(f"{best}{record['factor']:.2f} ± {record['error']:.2f}x; memory of the ")
     assert gain == record["over_settings"]
     assert record["settings"]["factor"] * record["beyond_settings"]["factor"] == pytest.approx(
         record["factor"], rel=0.03
     )
-    assert f"{record['limits']['samples_per_step']:,.0f} a step (32 today)" in "\n".join(printed)
+    assert f"{record['limits']['samples_per_step']:,.0f} samples a step (32 today)" in "\n".join(printed)
     assert record["today"]["batch"] == 4
     assert sum(record["today"]["shares"].values()) == pytest.approx(1)
     assert record["changes"][0]["name"] == "head"
     assert record["after"]["sample_seconds"] < record["today"]["sample_seconds"] / 2
-    page = (tmp_path / "advice.html").read_text()
-    assert f"{record['changes'][0]['factor']:.2f}" in page
-    assert "data:image/png" in page
+    assert "data:image/png" in (tmp_path / "advice.html").read_text()
 
 
 @pytest.mark.usefixtures("few_steps")
@@ -119,7 +115,7 @@ def test_layouts_are_one_table_behind_todays_answer(omnibal, lengths, tmp_path):
     assert "Which layout wins" in page and page.count("data:image/png") == 1
     lines = omnibal("advise", lengths, *options, "--plot", tmp_path / "all.png").stdout.splitlines()
     places = [next(place for place, line in enumerate(lines) if line.startswith(word)) for word in (
-        "memory: ", "winner: ", "runner-up: ", "not weighed: ", "paste:", "written: "
+        "today: ", "winner: ", "runner-up: ", "not weighed: ", "paste:", "written: "
     )]  # fmt: skip
     assert places == sorted(places)
     assert (tmp_path / "all.png").stat().st_size > 10_000
@@ -130,7 +126,6 @@ def test_layouts_are_weighed_where_todays_recipe_could_not_run(omnibal, lengths,
     options = ("--model", "InternVL3-1B", "--cluster", "2xA100-80GB", "--batch", 64, "--accumulation", 1, "--layouts")
     layouts = json.loads(omnibal("advise", lengths, *options, *no_recompute, "--json").stdout)["layouts"]
     assert [each["times_today"] for each in layouts["candidates"]] == [None] * len(layouts["candidates"])
-    assert any(way.startswith("sequence parallelism") for way in layouts["would_fit"]) or not layouts["would_fit"]
 
 
 @pytest.mark.parametrize("is_array", [False, True])
@@ -150,20 +145,18 @@ def test_a_sample_answers_without_torch_and_without_compiling(annotations, tmp_p
     assert record["today"]["fullest_rank_bytes"] < 79e9
 
 
-def test_a_stream_is_piped_and_told_its_buffer():
+def test_a_stream_is_piped():
     images = ({}, {"image": "a.jpg", "width": 400, "height": 400}, {"image": "a.jpg", "width": 800, "height": 1200})
     records = [{"query": "What?", "response": "word " * (7 * n % 900), **images[n % 3]} for n in range(1100)]
     arguments = ["advise", "-", *RUN, "--batch", "4", "--accumulation", "2"]
     lines = CliRunner().invoke(app, arguments, input="\n".join(map(json.dumps, records))).stdout.splitlines()
-    assert lines[0].endswith("; images up to 12 tiles (the publisher's default; --max-image)")
-    assert lines[3].startswith("data: the first 1,000 samples of a stream measured; tokens of text estimated")
-    assert "buffer: 256 samples of a rank planned at a time" in lines
-    assert any(line.startswith("2. balance: ") and "takes a buffer on each rank" in line for line in lines)
+    assert "; images up to 12 tiles (the publisher's default; --max-image); " in lines[1]
+    assert lines[2].startswith("data: the first 1,000 samples of a stream measured; tokens of text estimated")
     assert any("balance_stream(trainer, PackLimits(" in line and "max_steps" in line for line in lines)
     assert not any("packs of all samples" in line for line in lines)
 
 
-def test_the_largest_assumption_stands_in_the_first_line(omnibal, annotations, lengths, tmp_path):
+def test_the_largest_assumption_stands_in_the_second_line(omnibal, annotations, lengths, tmp_path):
     (tmp_path / "factory.yaml").write_text("finetuning_type: full\ncutoff_len: 40000\ndeepspeed: zero.json\n")
     (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 3}}')
     qwen, cluster = ("--model", "Qwen2.5-VL-7B"), ("--cluster", "8xA100-80GB")
@@ -175,8 +168,8 @@ def test_the_largest_assumption_stands_in_the_first_line(omnibal, annotations, l
         (("--model", "InternVL3-8B"), "images up to 12 tiles (the publisher's default; --max-image)"),
         (("--model", "InternVL3-8B", "--max-image", 4), "images up to 4 tiles (--max-image)"),
     ):  # fmt: skip
-        first = omnibal("advise", annotations, *options, *cluster).stdout.splitlines()[0]
-        assert first.endswith(f"; {assumed}"), first
+        second = omnibal("advise", annotations, *options, *cluster).stdout.splitlines()[1]
+        assert f"; {assumed}; " in second, second
     for model in (("--model", "LLaVA-1.5-7B"),):  # whose images bring one tile each, whatever their size
         assert "images up to" not in omnibal("advise", annotations, *model, *cluster).stdout
     assert "images up to" not in omnibal("advise", lengths, *RUN).stdout  # nothing is assumed of measured lengths
