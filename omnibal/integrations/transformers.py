@@ -25,17 +25,11 @@ from omnibal.integrations.trainer.drawn import pack_stream, rearrange_samples
 from omnibal.integrations.trainer.hooks import EndsWhenAsked, PacksCallback, add_recipe, check_model, worker_options
 from omnibal.integrations.trainer.loss import ExactEvaluation, StepLoss
 from omnibal.integrations.trainer.settings import (
+    TrainerSettings,
     asked_steps,
-    data_rank_of,
-    data_seed,
-    memory_of,
     model_of,
-    recompute_of,
-    refuse_missing_kinds,
     refuse_settings,
     set_micro_batches,
-    sharding_of,
-    wants_all_gradients,
 )
 from omnibal.integrations.trainer.steps import counted_profile, describe, expected_gains
 from omnibal.packs.apart import longest_row, refuse_long_rows
@@ -103,19 +97,18 @@ def balance(
         DataError: The dataset or its collator does not, or the lengths are not the dataset's.
         InfeasibleError: The memory does not suffice for the largest sample.
     """
-    _begin(trainer)
+    settings = _begin(trainer)
     # Settings: what a step holds of which samples.
     loss, mixture = StepLoss(trainer, loss_reduction), None if mixture is None else Mixture.of(mixture)
-    args, dataset, model, layout = trainer.args, trainer.train_dataset, model_of(trainer), sharding_of(trainer)
-    rank, num_replicas = data_rank_of(trainer)
-    asked = asked_steps(trainer, num_replicas, samples_per_step, limits)
+    args, dataset, model = trainer.args, trainer.train_dataset, settings.model
+    asked = asked_steps(trainer, settings.num_replicas, samples_per_step, limits)
     counted = _profile(trainer)
     before = measured_before(trainer, counted)
     profile = before or counted
 
     def size_of(lengths: SampleLengths) -> StepSize:
         """Limits: those given, or the ones under which a step holds what was asked."""
-        refuse_missing_kinds(trainer, lengths)
+        settings.refuse_missing_kinds(lengths)
         if limits is not None:
             limits.refuse_none(lengths)
             if not padded:
@@ -125,11 +118,11 @@ def balance(
             typical_lengths(lengths, mixture),
             asked.samples_per_step,
             batch_size=asked.batch_size,
-            num_replicas=num_replicas,
+            num_replicas=settings.num_replicas,
             most=limits,
             padded=padded,
             longest_row=None if row is None else row.tokens,
-            memory=None if memory_gib is None or limits is not None else memory_of(trainer, profile, memory_gib),
+            memory=None if memory_gib is None or limits is not None else settings.memory(profile, memory_gib),
         )
 
     # Lengths: given, kept, or measured now. Sampler: the same packs on all ranks, each of which takes its own.
@@ -145,15 +138,15 @@ def balance(
         mixture=mixture,
         saves=args.should_save,
         num_workers=args.dataloader_num_workers,
-        num_replicas=num_replicas,
-        rank=rank,
-        seed=data_seed(trainer),
-        image_in_every_pack=wants_all_gradients(trainer),
+        num_replicas=settings.num_replicas,
+        rank=settings.rank,
+        seed=settings.seed,
+        image_in_every_pack=settings.all_gradients,
     )
     # Loader, and what is logged, checked and kept in checkpoints.
     set_micro_batches(trainer, size.micro_batches)
     vars(trainer)["get_train_dataloader"] = partial(_loader, trainer, dataset, sampler, collator)
-    costs = None if profile is None else phase_costs(profile, recompute=recompute_of(trainer))
+    costs, layout = None if profile is None else phase_costs(profile, recompute=settings.recompute), settings.sharding
     packs = PacksCallback(trainer, sampler, costs, layout, partial(_check, trainer, dataset, sampler, collator))
     add_recipe(trainer, packs)
     # Loss: of all target tokens of a step.
@@ -224,7 +217,7 @@ def rearrange(trainer: Trainer, limits: PackLimits | None = None, *, padded: boo
     rearrange_samples(trainer, limits, padded=padded)
 
 
-def _begin(trainer: Trainer) -> None:
+def _begin(trainer: Trainer) -> TrainerSettings:
     end_in_one_line()
     refuse_settings(trainer)
     if dist.is_initialized():
@@ -232,9 +225,11 @@ def _begin(trainer: Trainer) -> None:
     trainer.add_callback(EndsWhenAsked(trainer))
     if trainer.args.world_size > 1:
         ExactEvaluation(trainer).install()
-    if sharding_of(trainer) in ("zero3", "fsdp") and trainer.args.world_size > 1:
+    settings = TrainerSettings.of(trainer)
+    if settings.sharding in ("zero3", "fsdp") and settings.num_devices > 1:
         with suppress(ConfigError):  # of a model whose encoders nobody has described
-            encode_in_every_evaluation(without_adapters(model_of(trainer)))
+            encode_in_every_evaluation(without_adapters(settings.model))
+    return settings
 
 
 def _profile(trainer: Trainer) -> ModelProfile | None:

@@ -34,12 +34,10 @@ from omnibal.integrations.loops import balanced_loader, replace_loader
 from omnibal.integrations.trainer.loss import StepLoss
 from omnibal.integrations.trainer.settings import (
     RULES,
+    TrainerSettings,
     batch_size_of,
     data_rank_of,
-    memory_of,
-    recompute_of,
     refuse_settings,
-    wants_all_gradients,
     works_on_targets,
 )
 from omnibal.integrations.trainer.steps import counted_profile
@@ -724,7 +722,8 @@ def test_ddp_awaits_gradients_that_it_does_not_look_for(options, of_model, recom
         trainer.model.gradient_checkpointing_enable()
         data = {"data_collator": trainer.data_collator, "train_dataset": trainer.train_dataset}
         trainer = Trainer(trainer.model, trainer.args, **data)
-    assert (recompute_of(trainer), wants_all_gradients(trainer)) == (recomputes, wants_all)
+    settings = TrainerSettings.of(trainer)
+    assert (settings.recompute, settings.all_gradients) == (recomputes, wants_all)
 
 
 def test_unknown_reductions_and_memory_of_uncounted_models_are_refused(tmp_path):
@@ -745,7 +744,7 @@ def test_memory_has_the_logits_that_the_head_makes(options, tmp_path):
     loss = StepLoss(trainer, "token")
     loss._weights.append(torch.ones(1, 1))
     has_changed_head = loss.compute(trainer.model, {"labels": torch.zeros(1, 2)})
-    assert memory_of(trainer, profile, 8.0).target_rows == has_changed_head == (not options)
+    assert TrainerSettings.of(trainer).memory(profile, 8.0).target_rows == has_changed_head == (not options)
 
 
 def test_logits_that_a_model_bounds_are_all_made(tmp_path):

@@ -228,42 +228,70 @@ def works_on_targets(trainer: Any) -> bool:
     return not trainer.args.torch_compile and trainer.get_tp_size() == 1 and known
 
 
-def memory_of(trainer: "Trainer", profile: ModelProfile | None, memory_gib: float) -> RankMemory:
-    """What ranks hold, where they have so much memory each."""
-    if profile is None:
-        raise ConfigError(
-            f"memory_gib must be None for a model whose layers are not counted, got {memory_gib} for "
-            f"{type(trainer.model).__name__}; say how much a pack may hold: balance(trainer, PackLimits(…))"
-        )
-    least = OVERHEAD_BYTES / GIB
-    if not least < memory_gib < float("inf"):
-        raise ConfigError(
-            f"memory_gib must be more than the {least:.1f} GiB that a device holds beside the model, got {memory_gib}"
-        )
-    cluster = Cluster(1, trainer.args.world_size, Device.named(profile.device), memory_bytes=memory_gib * GIB)
-    return RankMemory(profile, sharding_of(trainer), cluster, recompute_of(trainer), works_on_targets(trainer))
+class TrainerSettings(NamedTuple):
+    """What a trainer's arguments and model say of its ranks and steps, read once."""
 
-
-def wants_all_gradients(trainer: "Trainer") -> bool:
+    model: Any
+    sharding: Sharding
+    rank: int
+    num_replicas: int
+    num_devices: int
+    seed: int
+    recompute: Level
+    on_targets: bool
+    """Whether the head works on target rows alone."""
+    is_ddp: bool
+    all_gradients: bool
     """Whether the host cannot do without the ViT's gradients, even where no rank has an image."""
-    # DDP waits for the gradients of all parameters, unless it looks for unused ones in every step: it does not where
-    # the model, by itself or by the trainer's settings, computes activations again. DeepSpeed reduces gradients bucket
-    # by bucket, and ZeRO 3 gathers weights in the order of the steps before.
-    ddp = trainer.accelerator.ddp_handler
-    return bool(trainer.is_deepspeed_enabled or ddp.static_graph or not ddp.find_unused_parameters)
 
-
-def refuse_missing_kinds(trainer: "Trainer", lengths: SampleLengths) -> None:
-    """Refuse data that bring a trained encoder nothing, where DDP waits for its gradients."""
-    if trainer.is_deepspeed_enabled or sharding_of(trainer) != "ddp" or data_rank_of(trainer)[1] == 1:
-        return
-    sees = bool(lengths.vision_units.any())
-    hears = sees if lengths.sound_units is None else bool(lengths.sound_units.any())  # Qwen2-Audio's are vision units
-    brought = {"vision": sees, "projector": sees, "sound": hears, "language": True}
-    named = model_of(trainer).named_parameters()
-    lacking = [name for name, of in named if of.requires_grad and not brought[module_of(name)]]
-    if lacking and wants_all_gradients(trainer):
-        raise ConfigError(
-            f"what is trained must get gradients from the data, got none of {module_of(lacking[0])} for {lacking[0]}; "
-            "DDP fails in the second step: freeze it, or set ddp_find_unused_parameters=True"
+    @classmethod
+    def of(cls, trainer: "Trainer") -> "TrainerSettings":
+        """The settings of a trainer that ``refuse_settings`` lets pass."""
+        sharding, is_deepspeed = sharding_of(trainer), trainer.is_deepspeed_enabled
+        ddp = trainer.accelerator.ddp_handler
+        # DDP waits for the gradients of all parameters, unless it looks for unused ones in every step: it does not
+        # where the model, by itself or by the trainer's settings, computes activations again. DeepSpeed reduces
+        # gradients bucket by bucket, and ZeRO 3 gathers weights in the order of the steps before.
+        all_gradients = is_deepspeed or ddp.static_graph or not ddp.find_unused_parameters
+        return cls(
+            model_of(trainer),
+            sharding,
+            *data_rank_of(trainer),
+            trainer.args.world_size,
+            data_seed(trainer),
+            recompute_of(trainer),
+            works_on_targets(trainer),
+            is_ddp=sharding == "ddp" and not is_deepspeed,
+            all_gradients=bool(all_gradients),
         )
+
+    def memory(self, profile: ModelProfile | None, memory_gib: float) -> RankMemory:
+        """What ranks hold, where they have so much memory each."""
+        if profile is None:
+            raise ConfigError(
+                f"memory_gib must be None for a model whose layers are not counted, got {memory_gib} for "
+                f"{type(self.model).__name__}; say how much a pack may hold: balance(trainer, PackLimits(…))"
+            )
+        least = OVERHEAD_BYTES / GIB
+        if not least < memory_gib < float("inf"):
+            raise ConfigError(
+                f"memory_gib must be more than the {least:.1f} GiB that a device holds beside the model, got "
+                f"{memory_gib}"
+            )
+        cluster = Cluster(1, self.num_devices, Device.named(profile.device), memory_bytes=memory_gib * GIB)
+        return RankMemory(profile, self.sharding, cluster, self.recompute, self.on_targets)
+
+    def refuse_missing_kinds(self, lengths: SampleLengths) -> None:
+        """Refuse data that bring a trained encoder nothing, where DDP waits for its gradients."""
+        if not (self.is_ddp and self.num_replicas > 1 and self.all_gradients):
+            return
+        sees = bool(lengths.vision_units.any())
+        hears = sees if lengths.sound_units is None else bool(lengths.sound_units.any())  # Qwen2-Audio: vision units
+        brought = {"vision": sees, "projector": sees, "sound": hears, "language": True}
+        trained = (name for name, weight in self.model.named_parameters() if weight.requires_grad)
+        lacking = next((name for name in trained if not brought[module_of(name)]), None)
+        if lacking is not None:
+            raise ConfigError(
+                f"what is trained must get gradients from the data, got none of {module_of(lacking)} for {lacking}; "
+                "DDP fails in the second step: freeze it, or set ddp_find_unused_parameters=True"
+            )
