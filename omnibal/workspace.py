@@ -17,7 +17,7 @@ from omnibal.cluster import Cluster, Encoder, Layout, num_replicas_on
 from omnibal.config import OmnibalSection, RunFiles, dtype_of, layout_of, micro_batches_of, read_config, resolve_plan
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, choose_limits
-from omnibal.data.mixture import Mixture
+from omnibal.data.packing_spec import Mixture
 from omnibal.data.source_draws import typical_lengths
 from omnibal.device import Device
 from omnibal.errors import ConfigError, DataError

@@ -23,7 +23,7 @@ from omnibal.advise.batches import Batching
 from omnibal.advise.memory import FLOAT16, FLOAT32, USUAL, TrainingPrecision, optimizer_of
 from omnibal.advise.wait import MEETINGS, Sharding
 from omnibal.data.lengths import IntArray
-from omnibal.data.mixture import Mixture
+from omnibal.data.packing_spec import Mixture
 from omnibal.errors import ConfigError, said
 from omnibal.records import parse_relaxed
 

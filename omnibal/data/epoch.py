@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, Final, Protocol, Unpack
+from typing import Any, Final, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -21,16 +21,8 @@ from omnibal.errors import ConfigError, integer
 WINDOWS_KEPT: Final = 2  # a step of other ranks may lie across two windows
 STEPS_KEPT: Final = 4  # of whoever reads ahead, and of whoever trains
 MOST_REMEMBERED: Final = 8  # samples of the next pack that a state remembers
-
-
-class Arrangement(Protocol):
-    """A planning method applied to a spec and ranks: it plans any window (consecutive steps) of any epoch."""
-
-    def window_starts(self, epoch: int) -> IntArray:
-        """First step of every window of an epoch, and the number of steps behind them."""
-
-    def window(self, epoch: int, index: int) -> Packs:
-        """Plan one window: the packs of its steps, rank after rank."""
+Arrangement = BalancedPacks | MixedPacks | ShuffledPacks
+"""A method applied to a spec and ranks: ``window_starts`` and ``window`` plan any window (steps) of any epoch."""
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from omnibal.cost import FloatArray
 from omnibal.data.balance.planner import ATTEMPTS, BLOCK, MARGINS, WINDOW, cut_evenly
 from omnibal.data.balance.rules import Rules, make_rules, survey
 from omnibal.data.balance.window import driving_loads, plan_window
 from omnibal.data.lengths import IntArray
-from omnibal.data.mixture import FloatArray, Mixture
-from omnibal.data.packing_spec import PackingSpec, Ranks
+from omnibal.data.packing_spec import Mixture, PackingSpec, Ranks
 from omnibal.data.packs import Packs
 from omnibal.data.source_draws import Int64Array, PackRates, SourceDraws
 from omnibal.errors import ConfigError, InfeasibleError

@@ -5,12 +5,13 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from omnibal.cost import FloatArray
 from omnibal.data.balance.planner import WINDOW, shuffle_keys, shuffled
 from omnibal.data.balance.rules import CLOSING, RESERVE, SIGMAS
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import MOST_ROUNDINGS, rounded_shares
-from omnibal.data.mixture import FloatArray, Mixture
+from omnibal.data.packing_spec import Mixture
 from omnibal.errors import DataError
 
 Int64Array = npt.NDArray[np.int64]

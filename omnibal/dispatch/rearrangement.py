@@ -74,16 +74,6 @@ class Rearrangement:
         """Samples that a rank holds after, ascending."""
         return np.flatnonzero(self.destination == rank)
 
-    def sent_by(self, rank: int) -> IntArray:
-        """Samples in the order in which a rank hands them to an all-to-all: by their destinations."""
-        samples = self.held_by(rank)
-        return samples[np.argsort(self.destination[samples], kind="stable")]
-
-    def received_by(self, rank: int) -> IntArray:
-        """Samples in the order in which an all-to-all brings them to a rank: by their sources."""
-        samples = self.brought_to(rank)
-        return samples[np.argsort(self.source[samples], kind="stable")]
-
     def inverse(self) -> Rearrangement:
         """The way back: samples go from ``destination`` to ``source``."""
         return Rearrangement(self.destination, self.source, self.num_ranks)

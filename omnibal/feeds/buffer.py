@@ -10,8 +10,7 @@ import numpy.typing as npt
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.mixture import Mixture
-from omnibal.data.packing_spec import Oversized
+from omnibal.data.packing_spec import Mixture, Oversized
 from omnibal.data.packs import Loads, in_full
 from omnibal.errors import ConfigError, DataError, integer, said
 from omnibal.feeds.sources import END, Source, already_divided, divided, lane_state, lanes_of, mark_of

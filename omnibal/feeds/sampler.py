@@ -7,7 +7,6 @@ from warnings import warn
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
-from omnibal.cost import CostModel
 from omnibal.data.epoch import Arrangement, Epoch, Step, arrange
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
@@ -143,27 +142,6 @@ class BalancedBatchSampler:
         """How many samples exceed a limit on their own, which, and what becomes of them."""
         return self._spec.oversized_report()
 
-    @property
-    def cost(self) -> CostModel | None:
-        return self._spec.cost
-
-    def set_cost(self, cost: CostModel | None) -> None:
-        """Plan all epochs anew, even in another cost, and go to the beginning of the current one.
-
-        All ranks must do so alike, before they iterate.
-
-        Raises:
-            ConfigError: An epoch would have another number of steps, which hosts have counted already.
-        """
-        if cost == self._spec.cost:
-            return
-        spec, before = replace(self._spec, cost=cost), self.num_steps
-        arranged = arrange(spec, self._ranks)
-        if Epoch(spec, arranged, self.epoch, self._ranks).num_steps != before:
-            raise ConfigError(f"cost must leave an epoch {before} steps, got {cost}, which does not")
-        self._spec, self._arranged, self._newest = spec, {(self._ranks, None): arranged}, {}
-        self._go_to(self._begin(self.epoch))
-
     def __len__(self) -> int:
         """Micro-batches of the current epoch: the same on all ranks, and under ``"balanced"`` in all epochs."""
         return self.num_steps * self.micro_batches
@@ -240,13 +218,6 @@ class BalancedBatchSampler:
         packs = self.step_packs(index)
         left = packs.without([*samples])
         return replace(self._epoch.step_of(index, left), left_out=len(packs.samples) - len(left.samples))
-
-    def shares_of(self, index: int) -> dict[str, tuple[float, float]]:
-        """For each source of the mixture, (share asked for, share held) of a step of the current epoch.
-
-        Empty without a mixture. A single step's share is up to chance; over some hundred steps it is met.
-        """
-        return {} if self.mixture is None else dict(self.step(index).shares)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; where it is the current one, stay where ``load_state_dict`` went."""
@@ -351,11 +322,6 @@ def _read_state(state: Any, made_from: Mapping[str, Any]) -> _State:
         wrong = error.errors()[0]
         key = ".".join(map(str, wrong["loc"]))
         raise ConfigError(f"state must be as state_dict() gave it, got {key} that is not: {wrong['msg']}") from error
-    if read.made_from.get("text_only", "mix") != "mix":
-        raise ConfigError(
-            f"text_only must be 'mix' in the saved state, got {read.made_from['text_only']!r}; finish the epoch with "
-            "the version of omnibal that saved it"
-        )
     for name, value in made_from.items():
         saved = read.made_from.get(name)
         if saved != value:

@@ -1,12 +1,8 @@
 """Sources that samples are drawn from one by one, and where they stand."""
 
-import multiprocessing
-import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import islice
-from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
 from typing import Any, Final
 from zlib import crc32
 
@@ -17,7 +13,6 @@ from omnibal.errors import ConfigError, DataError, said
 
 END: Final = object()  # in place of an item of a source that has ended
 ROUNDS: Final = 8  # times that each worker's items are compared with the other workers': no two may read the same
-SECONDS_TO_END: Final = 2.0  # within which a worker process ends whose connection has ended
 
 
 class ShuffledItems:
@@ -76,7 +71,6 @@ class Source:
         self.name, self._source, self._repeats = name, items, repeats
         self._pass, self._drawn, self._own = first_pass, 0, None
         self._items: Iterator[Any] | None = None
-        self._processes: list[BaseProcess] = []
         self.heard = 0  # signs of life: items that the source has yielded, to whatever end
 
     @property
@@ -91,10 +85,8 @@ class Source:
                     self._items = self._begin()
                 item = next(self._items, END)
             except Exception as error:  # whatever a user's source raises, the other ranks wait for an answer
-                raise DataError(f"source {self.name!r}: {said(error)}{self._ended_processes(error)}") from error
+                raise DataError(f"source {self.name!r}: {said(error)}") from error
             if item is not END:
-                if not self._drawn:  # workers start with the first item of a pass
-                    self._processes = multiprocessing.active_children()
                 self._drawn, self.heard = self._drawn + 1, self.heard + 1
                 return item
             if self._drawn == 0:
@@ -116,23 +108,6 @@ class Source:
                     raise DataError(f"the {self._drawn} samples that were drawn before must come again, got {number}")
                 self.heard += 1
         return items
-
-    def _ended_processes(self, error: Exception) -> str:
-        """How worker processes ended, for an error that says no more than that a pipe or socket has ended."""
-        processes = self._processes
-        while isinstance(error, EOFError | OSError) and not any(process.exitcode for process in processes):
-            # A pipe or socket may end a little before its process does.
-            running = [process.sentinel for process in processes if process.exitcode is None]
-            if not running or not wait(running, SECONDS_TO_END):
-                break
-        ended = [(process.pid, process.exitcode) for process in processes if process.exitcode]
-        told = (
-            f"; its worker process {pid} "
-            + (f"ended with exit code {code}" if code > 0 else f"was ended by signal {-code}")
-            + ("; as a rule memory did not suffice" if code == -signal.SIGKILL else "")
-            for pid, code in ended
-        )
-        return "".join(told) or ("; what it was read from has ended" if isinstance(error, EOFError) else "")
 
     def state(self) -> dict[str, Any]:
         source: Any = self._source

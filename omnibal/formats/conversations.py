@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.mixture import Mixture
+from omnibal.data.packing_spec import Mixture
 from omnibal.errors import ConfigError, DataError, said
 from omnibal.families.base import WINDOWS
 from omnibal.formats.chat import read_conversation

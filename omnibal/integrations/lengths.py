@@ -11,7 +11,7 @@ import numpy.typing as npt
 from torch.utils.data import ConcatDataset
 
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.mixture import Mixture
+from omnibal.data.packing_spec import Mixture
 from omnibal.data.packs import in_full
 from omnibal.data.step_size import StepSize
 from omnibal.errors import DataError, said

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from omnibal.advise.wait import phase_costs
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.mixture import Mixture
+from omnibal.data.packing_spec import Mixture
 from omnibal.data.packs import Loads, loads_of
 from omnibal.data.source_draws import typical_lengths
 from omnibal.data.step_size import StepSize, fit_step

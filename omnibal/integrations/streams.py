@@ -9,8 +9,7 @@ import torch
 
 from omnibal.data.epoch import Step
 from omnibal.data.limits import PackLimits
-from omnibal.data.mixture import Mixture
-from omnibal.data.packing_spec import Oversized, Ranks
+from omnibal.data.packing_spec import Mixture, Oversized, Ranks
 from omnibal.data.packs import KIND_NAMES, Loads, fillers_for, kinds_of
 from omnibal.errors import DataError, end_in_one_line, integer, kind
 from omnibal.feeds.buffer import BufferedSample, StreamSettings

@@ -13,8 +13,7 @@ from transformers import Trainer
 from omnibal.advise.wait import phase_costs
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.mixture import Mixture
-from omnibal.data.packing_spec import Oversized
+from omnibal.data.packing_spec import Mixture, Oversized
 from omnibal.data.source_draws import typical_lengths
 from omnibal.data.step_size import StepSize, fit_step
 from omnibal.errors import ConfigError, end_in_one_line, reporting

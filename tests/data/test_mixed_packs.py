@@ -8,7 +8,7 @@ import pytest
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, step_randomness
-from omnibal.data.mixture import Knot, Mixture
+from omnibal.data.packing_spec import Knot, Mixture
 from omnibal.data.source_draws import typical_lengths
 from omnibal.errors import ConfigError, DataError, InfeasibleError
 from omnibal.feeds.sampler import BalancedBatchSampler
@@ -153,13 +153,13 @@ def test_a_fraction_is_another_one_each_epoch():
 def test_a_step_tells_its_shares():
     sampler = sampler_of(TURN)
     sampler.set_epoch(30)
-    shares = [sampler.shares_of(index) for index in range(sampler.num_steps)]
+    shares = [sampler.step(index).shares for index in range(sampler.num_steps)]
     asked = TURN.shares_at(30 * sampler.num_steps + 0.5)[TURN.sources.index("ocr")]
     assert 0 < shares[0]["ocr"][0] == asked
     given = realised([step.packs for step in sampler.steps()])
     for row, step in zip(given, shares, strict=True):
         assert [held for _, held in step.values()] == (row / row.sum()).tolist()
-    assert sampler_of(None).shares_of(0) == {}
+    assert sampler_of(None).step(0).shares == {}
 
 
 def test_typical_lengths_are_of_the_mix_and_hold_the_largest():

@@ -7,7 +7,7 @@ import pytest
 from pydantic import BaseModel
 
 from omnibal.config.section import MixtureSetting
-from omnibal.data.mixture import Knot, Mixture
+from omnibal.data.packing_spec import Knot, Mixture
 from omnibal.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ import pytest
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import min_packs
-from omnibal.data.mixture import Mixture
+from omnibal.data.packing_spec import Mixture
 from omnibal.data.source_draws import PackRates, SourceDraws
 from tools.synthetic import tiled_lengths
 

@@ -11,7 +11,7 @@ import pytest
 
 from omnibal.cluster import Layout
 from omnibal.data.limits import PackLimits
-from omnibal.data.mixture import Mixture
+from omnibal.data.packing_spec import Mixture
 from omnibal.engine import samples
 from omnibal.engine.loader import Loader
 from omnibal.engine.reading import PackReader

@@ -3,7 +3,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from omnibal.cost import CostModel
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.isf import iterative_sampling_and_filtering
 from omnibal.data.lengths import SampleLengths
@@ -19,23 +18,6 @@ from tests.feeds.samplers import LENGTHS, LIMITS, methods, packs_of, samplers, s
 from tools.synthetic import tiled_lengths
 
 # --- epochs ---
-
-
-def test_another_cost_plans_all_epochs_anew(monkeypatch):
-    cost = CostModel(vision_units=5.0, llm_tokens_squared=1e-3)
-    lengths, options = tiled_lengths(400, seed=1), {"num_replicas": 4, "rank": 1}
-    sampler = BalancedBatchSampler(lengths, PackLimits(16, 4096), **options)
-    fresh = BalancedBatchSampler(lengths, PackLimits(16, 4096), cost=cost, **options)
-    before = list(sampler)
-    assert before != list(fresh)
-    sampler.set_cost(cost)
-    assert (list(sampler), sampler.cost) == (list(fresh), cost)
-    assert sampler.state_dict()["made_from"] == fresh.state_dict()["made_from"]
-    sampler.set_cost(None)
-    assert list(sampler) == before
-    monkeypatch.setattr(type(sampler), "num_steps", 7)
-    with pytest.raises(ConfigError, match="cost must leave an epoch 7 steps, got CostModel"):
-        sampler.set_cost(cost)
 
 
 @given(sample_lengths(), pack_limits(), shapes, methods, st.integers(0, 3))

@@ -172,17 +172,6 @@ def test_ranks_run_the_steps_that_are_simulated(method):
     assert packs_of(samplers((2, 4), method=method)) == planned
 
 
-def test_states_from_before_text_only_went_are_read_where_it_was_mix():
-    sampler = samplers((2, 1))[0]
-    state = sampler.state_dict(3)
-    state["made_from"] = state["made_from"] | {"text_only": "mix"}
-    sampler.load_state_dict(state)
-    assert sampler.steps_done == 3
-    state["made_from"]["text_only"] = "together"
-    with pytest.raises(ConfigError, match="text_only must be 'mix' in the saved state, got 'together'; finish the"):
-        sampler.load_state_dict(state)
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

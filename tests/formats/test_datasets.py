@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
-from omnibal.data.mixture import Mixture
+from omnibal.data.packing_spec import Mixture
 from omnibal.errors import ConfigError, DataError
 from omnibal.formats.conversations import open_dataset
 

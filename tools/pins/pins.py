@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 
 from omnibal import BalancedBatchSampler, PackLimits, SampleLengths
 from omnibal.cli.main import app
-from omnibal.data.mixture import Knot, Mixture
+from omnibal.data.packing_spec import Knot, Mixture
 from tests.engine.launch import launch
 from tools.synthetic import patch_lengths, tiled_lengths
 

@@ -16,8 +16,7 @@ from omnibal.data.epoch import Epoch, arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, min_packs
-from omnibal.data.mixture import Knot, Mixture, Unit
-from omnibal.data.packing_spec import DEFAULT_COST
+from omnibal.data.packing_spec import DEFAULT_COST, Knot, Mixture, Unit
 from omnibal.data.packs import Packs
 from omnibal.errors import InfeasibleError
 from omnibal.feeds.sampler import BalancedBatchSampler
@@ -170,7 +169,7 @@ def picture() -> Rows:
     sampler = BalancedBatchSampler(lengths, PackLimits(16, 5120), num_replicas=8, rank=0, mixture=mixture)
     found: list[Mapping[str, tuple[float, float]]] = []
     while len(found) < 4000:
-        found += [sampler.shares_of(step) for step in range(sampler.num_steps)]
+        found += [sampler.step(step).shares for step in range(sampler.num_steps)]
         sampler.set_epoch(sampler.epoch + 1)
     path = Path(__file__).parents[2] / "docs" / "pictures" / "mixture.png"
     plot_shares(range(1, 4001), found[:4000], path)

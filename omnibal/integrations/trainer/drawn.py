@@ -22,8 +22,7 @@ from omnibal.advise.wait import MEETINGS, CostByPhase, phase_costs
 from omnibal.cost import Load
 from omnibal.data.epoch import Step
 from omnibal.data.limits import PackLimits
-from omnibal.data.mixture import Mixture
-from omnibal.data.packing_spec import Oversized
+from omnibal.data.packing_spec import Mixture, Oversized
 from omnibal.dispatch.step_plan import phase_name
 from omnibal.errors import ConfigError, reporting, said
 from omnibal.feeds.buffer import StreamSettings

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from transformers.trainer_utils import seed_worker
 
 from omnibal.advise.wait import CostByPhase, Sharding
-from omnibal.cost import CostModel, Load
+from omnibal.cost import Load
 from omnibal.data.epoch import Step
 from omnibal.data.packing_spec import OF, in_words
 from omnibal.errors import ConfigError, reporting
@@ -138,11 +138,6 @@ class PacksCallback(RecipeCallback):
         ranks = {"num_replicas": sampler.num_replicas, "gradient_accumulation_steps": sampler.micro_batches}
         kept: dict[str, Any] = sampler.state_dict(0)["made_from"]
         return kept | ranks | {"padded": isinstance(sampler, PaddedSampler)}
-
-    def go_on_from(self, made_from: Mapping[str, Any]) -> None:
-        """Make packs even in the cost of the checkpoint's: a later run may have measured another."""
-        cost = made_from.get("cost")
-        self._sampler.set_cost(None if cost is None else CostModel(*cost))
 
     def check(self) -> None:
         """Refuse micro-batches that changed since ``balance``, as where a search of hyperparameters sets them."""
