@@ -40,8 +40,8 @@ MONITORS: Final = ("tensorboard", "csv_monitor")
 INSTEAD: Final[Mapping[str, str]] = {
     "pipeline": "omnibal.pipeline says how the model is cut",
     "activation_checkpointing": "omnibal.pipeline.recompute says which layers recompute",
-    "data_efficiency": "omnibal.data says what is trained on, and omnibal.data.packing_spec when",
-    "curriculum_learning": "omnibal.data says what is trained on, and omnibal.data.packing_spec when",
+    "data_efficiency": "omnibal.data says what is trained on, and omnibal.data.mixture when",
+    "curriculum_learning": "omnibal.data says what is trained on, and omnibal.data.mixture when",
     "tensor_parallel": "omnibal.pipeline.num_tensor says how many ranks share each layer",
     "sequence_parallel_size": "a pack is on one device: omnibal.packing.llm_tokens says how long it may be",
     "amp": "enable bf16",

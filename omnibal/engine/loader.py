@@ -292,7 +292,7 @@ def _arrange(
     if mixture == "repeat_time":
         if not isinstance(samples, ConversationDataset):
             raise ConfigError(
-                f"omnibal.data.packing_spec must be shares by source for a dataset of your own, got {mixture!r}"
+                f"omnibal.data.mixture must be shares by source for a dataset of your own, got {mixture!r}"
             )
         mixture = samples.repeat_time()
     typical = typical_lengths(lengths, mixture)
@@ -342,7 +342,7 @@ def stream_loader(
             "omnibal.run.max_steps must say how long to train on a stream, got none; without lengths() it has no epochs"
         )
     if data.mixture == "repeat_time":
-        raise ConfigError("omnibal.data.packing_spec must be shares by source for streams, got 'repeat_time'")
+        raise ConfigError("omnibal.data.mixture must be shares by source for streams, got 'repeat_time'")
     if data.ray is not None:
         raise ConfigError(f"omnibal.data.ray must be left out for a stream, which is read here, got {data.ray!r}")
     if packing.method != "balanced":

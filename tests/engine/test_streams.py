@@ -152,7 +152,7 @@ def test_streams_that_cannot_work_are_refused_in_a_line(by_rank):
         "epochs": "omnibal.run.max_steps must say how long to train on a stream, got none; without lengths",
         "limits": "omnibal.packing must give vision_units and llm_tokens for a stream, .* got 4 and None",
         "method": "omnibal.packing.method must be 'balanced' for a stream, got 'isf'",
-        "repeat": "omnibal.data.packing_spec must be shares by source for streams, got 'repeat_time'",
+        "repeat": "omnibal.data.mixture must be shares by source for streams, got 'repeat_time'",
         "name": "must name .*sources of the data, got .*; did you mean .*stateful",
         "several": "mixture must say what share each source gets, got none for a, b",
         "shards": "source 'data' must have a shard for each of 2 replicas, got 1; each would read all of them",
