@@ -10,7 +10,6 @@ from typing import Annotated, Any, Final, Literal, get_args
 import numpy as np
 import typer
 from rich.table import Table
-from tqdm import tqdm
 
 from omnibal.cli.options import (
     JsonOption,
@@ -30,7 +29,6 @@ from omnibal.data.lengths import IMAGE, VIDEO, IntArray, SampleLengths
 from omnibal.data.limit_search import find_trap
 from omnibal.data.limits import PackLimits, choose_limits
 from omnibal.data.packing_spec import Method, Oversized
-from omnibal.data.packs import Packs
 from omnibal.errors import ConfigError
 from omnibal.families.base import vision_unit_of
 from omnibal.report.packing import (
@@ -251,10 +249,10 @@ class _PackingTask:
         # one among these raises nothing.
         first = self.lengths.take(np.arange(min(len(self.lengths), SAMPLES_TO_COMPILE)))
         alone = self.packing.model_copy(update={"oversized": "alone"})
-        _pack_all(replace(self, lengths=first, packing=alone).arrange(method), None)
+        _compiled = replace(self, lengths=first, packing=alone).arrange(method).packs
         started = time.perf_counter()
         epoch = self.arrange(method)
-        packs = _pack_all(epoch, method)
+        packs = epoch.packs
         return measure_packing(
             method,
             self.lengths,
@@ -295,16 +293,6 @@ class _PackingTask:
             "exchange_steps": self.packing.exchange_steps,
             "oversized": {"policy": self.packing.oversized, "samples": self.num_oversized},
         }
-
-
-def _pack_all(epoch: Epoch, method: Method | None) -> Packs:
-    """Plan a whole epoch; a bar shows how far it is, where a method is given and someone is looking."""
-    parts = []
-    with tqdm(total=epoch.num_steps, desc=method, unit=" steps", leave=False, disable=None if method else True) as bar:
-        for packs in epoch:
-            parts.append(packs)
-            bar.update(len(packs) // epoch.ranks.step_packs)
-    return Packs.concatenate(parts)
 
 
 def statistics_of(lengths: SampleLengths) -> dict[str, Any]:
