@@ -1,14 +1,17 @@
-"""Hooks on a transformers.Trainer's way: what it logs, keeps in checkpoints, goes on from, and when it ends."""
+"""Hooks on a transformers.Trainer's way: what it logs, evaluates and keeps in checkpoints, and when it ends."""
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial, wraps
+from math import isfinite
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
+from accelerate.data_loader import DataLoaderDispatcher
+from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
@@ -18,7 +21,8 @@ from omnibal.data.epoch import Step
 from omnibal.data.packing_spec import OF, in_words
 from omnibal.errors import ConfigError, reporting
 from omnibal.feeds.sampler import MOST_SHOWN
-from omnibal.integrations.trainer.settings import GIB
+from omnibal.formats.collate import IGNORED
+from omnibal.integrations.trainer.settings import GIB, data_rank_of, sharding_of
 from omnibal.integrations.trainer.steps import Waiting
 from omnibal.packs.collator import PackCollator
 from omnibal.packs.loading import PackSampler, PaddedSampler
@@ -26,6 +30,8 @@ from omnibal.packs.proof import check_packed
 from omnibal.processes import EndRequest, leave_ends_to_parent
 from omnibal.ranks import any_rank
 
+TARGETS: Final = ("labels", "shift_labels")
+"""Fields of a batch that name target tokens; ``shift_labels``, if given, are what the loss takes."""
 NON_PADDING: Final = "non_padding"
 """The value of ``include_num_input_tokens_seen`` for tokens that are no padding."""
 
@@ -231,6 +237,78 @@ class EndsWhenAsked(TrainerCallback):
         # It waits for the device, as Trainer itself does for the loss of each micro-batch.
         if any_rank(self._request.signal is not None, args.device):
             control.should_save = control.should_training_stop = True
+
+
+class ExactEvaluation:
+    """Lets a Trainer's ``evaluate`` and ``predict`` report Σ loss / Σ target tokens, each held-out sample once.
+
+    If a model accepts ``num_items_in_batch``, transformers 5.23 evaluates a batch to ranks · (sum of its losses) /
+    (target tokens of all ranks' batches), and then drops the ranks' repeated samples. The mean is right only if the
+    held-out set divides by ranks times batch; a model that ignores ``num_items_in_batch`` (Qwen2-Audio) gets ranks
+    times its loss.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._predict, self._loop = trainer.prediction_step, trainer.evaluation_loop
+        self._loss, self._targets = 0.0, 0  # of this rank's batches
+
+    def install(self) -> None:
+        vars(self._trainer).update(prediction_step=self.prediction_step, evaluation_loop=self.evaluation_loop)
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
+        """In the place of Trainer's: the mean over a batch's own targets, without samples that are there twice."""
+        trainer = self._trainer
+        if not trainer.model_accepts_loss_kwargs or "labels" not in inputs:  # neither counted nor scaled
+            return self._predict(model, inputs, *args, **options)
+        inputs = {**inputs, **self._without_repeats(inputs)}
+        counted = inputs.get("shift_labels", inputs["labels"][..., 1:])
+        targets = int((counted != IGNORED).sum())
+        # Without either of these two, Trainer asks the model for its mean over the batch at hand.
+        asked = {name: getattr(trainer, name) for name in ("model_accepts_loss_kwargs", "compute_loss_func")}
+        trainer.model_accepts_loss_kwargs, trainer.compute_loss_func = False, None
+        try:
+            found = self._predict(model, inputs, *args, **options)
+        finally:
+            for name, value in asked.items():
+                setattr(trainer, name, value)
+        loss = float(found[0])
+        if targets and (isfinite(loss) or not trainer.args.logging_nan_inf_filter):  # as Trainer takes its mean
+            self._loss, self._targets = self._loss + loss * targets, self._targets + targets
+        return found
+
+    def _without_repeats(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
+        """The targets of a batch, none of rows that Accelerate repeats so that the last batches are even."""
+        state = self._trainer.accelerator.gradient_state
+        if not (state.in_dataloader and state.end_of_dataloader and state.remainder > 0):
+            return {}
+        # gather_for_metrics keeps the first samples of all ranks' batches, rank after rank.
+        rank, num_replicas = data_rank_of(self._trainer)
+        if isinstance(state.active_dataloader, DataLoaderDispatcher):  # its last batches may be smaller on all ranks
+            share = len(inputs["labels"])
+        else:
+            share = state.active_dataloader.total_batch_size // num_replicas
+        kept = min(max(state.remainder - rank * share, 0), share)
+        found = dict[str, Tensor]()
+        for name in TARGETS:
+            if name in inputs and (len(inputs[name]) == share or kept == 0):  # else rows are no samples
+                found[name] = inputs[name].clone()
+                found[name][kept:] = IGNORED
+        return found
+
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """In the place of Trainer's; metrics but the loss are Trainer's own."""
+        self._loss, self._targets = 0.0, 0
+        output = self._loop(*args, **options)
+        model = self._trainer.model
+        if sharding_of(self._trainer) == "ddp" and self._trainer.model_wrapped is model:
+            # Marked so by an evaluation, Accelerate would not wrap the model to train, and ranks would train apart.
+            vars(model).pop("_is_accelerate_prepared", None)
+        own = torch.tensor([[self._loss, self._targets]], dtype=torch.float64, device=self._trainer.args.device)
+        loss, targets = self._trainer.accelerator.gather(own).sum(0).tolist()
+        if targets:
+            output.metrics[f"{options.get('metric_key_prefix', 'eval')}_loss"] = loss / targets
+        return output
 
 
 def check_model(trainer: Trainer, collator: PackCollator, items: Sequence[Any]) -> None:
