@@ -8,7 +8,7 @@ from itertools import pairwise
 from operator import or_
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 from zlib import crc32
 
 import torch
@@ -139,24 +139,13 @@ class Loader:
         return left
 
 
-class StepRead(NamedTuple):
-    """A step that was read before it starts."""
-
-    step: Step
-    batches: list[Batch]
-    """The packs of this rank."""
-    targets: int
-    """Target tokens of all ranks' packs."""
-    data_seconds: float
-    """How long the rank that was read for slowest waited for its packs."""
-
-
 def read_step(
     loader: Loader, steps: Steps | None, *, layout: Layout, rank: int, device: torch.device, where: str
-) -> StepRead:
+) -> tuple[Step, list[Batch], int, float]:
     """Read a step whole before it starts; all ranks call this together.
 
-    ``steps`` is ``iter(loader)``, where the step is to come from that.
+    ``steps`` is ``iter(loader)``, where the step is to come from that. Returns this rank's packs, too, the target
+    tokens of all ranks' packs, and the seconds for which the slowest rank waited for its packs.
     """
     # A collective between the schedule's sends and receives would deadlock, and a rank that cannot read its samples
     # must stop the others before they wait for it. So all ranks add up, in one all-reduce before the step, what
@@ -197,7 +186,7 @@ def read_step(
     waits = counts[COUNTED + layout.num_columns :]
     for batch in batches:
         batch.pop(LEFT_OUT, None)
-    return StepRead(step, batches, targets, int(waits.max()) / 1e6)
+    return step, batches, targets, int(waits.max()) / 1e6
 
 
 def _counted(batches: Sequence[Batch], layout: Layout, rank: int, seconds: float) -> Tensor:
