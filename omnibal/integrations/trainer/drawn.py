@@ -23,12 +23,11 @@ from omnibal.cost import Load
 from omnibal.data.epoch import Step
 from omnibal.data.limits import PackLimits
 from omnibal.data.packing_spec import Mixture, Oversized
-from omnibal.dispatch.step_plan import phase_name
 from omnibal.errors import ConfigError, reporting, said
 from omnibal.feeds.buffer import StreamSettings
 from omnibal.feeds.buffer_plan import buffer_of
 from omnibal.feeds.sources import EveryNth, is_indexed, iterated
-from omnibal.feeds.stream import FATES, FREE
+from omnibal.feeds.stream import FREE
 from omnibal.integrations.rearranging import Drawn, Phases
 from omnibal.integrations.rearranging_loader import BEGINNING, RearrangingLoader, counted_costs
 from omnibal.integrations.streams import PackedStream
@@ -206,29 +205,20 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
         phases_meet=MEETINGS[sharding_of(trainer)] == "phase",
         num_positions=collator.num_positions,
     )
-    source, micro_batches = _source(trainer, rank, num_ranks), trainer.args.gradient_accumulation_steps
+    size, options = batch_size_of(trainer, num_ranks), worker_options(trainer.args)
+    source: DatasetDraws | Stream = Stream(dataset, size, rank, num_ranks, options)
+    made_from: dict[str, Any] = {"samples": None}  # the order of a stream is its own
+    if is_indexed(dataset):
+        source = DatasetDraws(dataset, size, rank, num_ranks, data_seed(trainer), options)
+        made_from = {"samples": len(dataset), "seed": data_seed(trainer)}
+    micro_batches = trainer.args.gradient_accumulation_steps
     loader = RearrangingLoader(source, collator, encoders=encoders, costs=costs, micro_batches=micro_batches)
     batches = RearrangedBatches(loader, source, trainer)
     trainer.loss_is_scaled_for_ga = True  # over all target tokens of the step
-    made_from = {
-        "samples_a_draw": batch_size_of(trainer, num_ranks),
-        "num_replicas": num_ranks,
-        "gradient_accumulation_steps": micro_batches,
-        "padded": padded,
-        "samples": None if isinstance(source, Stream) else len(dataset),
-    }
-    if isinstance(source, DatasetDraws):  # the order of a stream is its own
-        made_from["seed"] = data_seed(trainer)
+    made_from |= {"samples_a_draw": size, "num_replicas": num_ranks, "padded": padded}
+    made_from["gradient_accumulation_steps"] = micro_batches
     add_recipe(trainer, RearrangingCallback(trainer, made_from, batches))
     batches.install()
-
-
-def _source(trainer: Trainer, rank: int, num_ranks: int) -> Stream | DatasetDraws:
-    args, dataset, size = trainer.args, trainer.train_dataset, batch_size_of(trainer, num_ranks)
-    options = worker_options(args)
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        return Stream(dataset, size, rank, num_ranks, options)
-    return DatasetDraws(dataset, size, rank, num_ranks, data_seed(trainer), options)
 
 
 def _rearrange_forward(model: Any, encoders: Mapping[str, EncoderAdapter]) -> None:
@@ -346,7 +336,7 @@ class StreamCallback(PacksCallback):
         texts = two_texts(model_of(trainer).config)
         feed: Any = loader  # of the sampler, its numbers of ranks and of micro-batches are asked
         super().__init__(trainer, feed, costs, sharding_of(trainer), lambda: check_model(trainer, *texts))
-        self._loader, self._fate = loader, FATES.get(loader.made_from["oversized"])
+        self._loader = loader
 
     def go_on_from(self, made_from: Mapping[str, Any]) -> None:
         """Do nothing: packs of a stream follow no measured cost."""
@@ -359,10 +349,6 @@ class StreamCallback(PacksCallback):
         """The figures of ``PacksCallback``, and how many samples exceeded a limit so far."""
         return super().logged() | {"oversized": self._loader.oversized}
 
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
-        if self._loader.oversized and state.is_world_process_zero:
-            print(f"omnibal: {self._loader.oversized:,} samples exceeded a limit on their own; each {self._fate}")
-
     def held(self, state: TrainerState) -> tuple[Load, Step]:
         return self._loader.last_step.load, self._loader.last_step
 
@@ -372,7 +358,6 @@ class RearrangingCallback(RecipeCallback):
 
     def __init__(self, trainer: Trainer, made_from: Mapping[str, Any], batches: RearrangedBatches) -> None:
         self._trainer, self._made_from, self._batches = trainer, made_from, batches
-        self._sums, self._count = dict[str, Any](), 0
 
     def made_from(self) -> dict[str, Any]:
         return dict(self._made_from)
@@ -388,18 +373,6 @@ class RearrangingCallback(RecipeCallback):
         with reporting("measuring of how even ranks are"):
             found, self._batches.imbalances = self._batches.imbalances, []
             for phase in found[0] if found else ():
-                drawn, planned = total = np.sum([each[phase] for each in found], axis=0)
-                figures |= {f"imbalance_{phase}_drawn": drawn / len(found), f"imbalance_{phase}": planned / len(found)}
-                self._sums[phase] = self._sums.get(phase, 0) + total
-            self._count += len(found)
-        return {name: float(figure) for name, figure in figures.items()}
-
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
-        """Say in one line how even ranks were."""
-        self.logged()
-        if not (self._count and state.is_world_process_zero):
-            return
-        with reporting("the line about how even ranks were"):
-            means = {phase_name(phase): values / self._count for phase, values in self._sums.items()}
-            told = "; ".join(f"{name} {drawn:.2f} -> {planned:.2f}" for name, (drawn, planned) in means.items())
-            print(f"omnibal: largest rank over mean, of all steps: {told}")
+                drawn, planned = np.mean([each[phase] for each in found], axis=0)
+                figures |= {f"imbalance_{phase}_drawn": float(drawn), f"imbalance_{phase}": float(planned)}
+        return figures
