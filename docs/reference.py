@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
 
-from omnibal.config import OmnibalSection
+from omnibal.config.section import OmnibalSection
 from tools.results import as_json
 
 KEYS: Final = "<!-- generated: keys -->"

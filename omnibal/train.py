@@ -34,7 +34,7 @@ from rich.console import Console
 from torch import Tensor
 from tqdm import tqdm
 
-from omnibal.config import RunSection
+from omnibal.config.section import RunSection
 from omnibal.data.epoch import Step
 from omnibal.engine.checkpoint import (
     UNFINISHED,

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from omnibal.cluster import Cluster, Encoder, Layout, num_replicas_on
-from omnibal.config import OmnibalSection, RunFiles, dtype_of, layout_of, micro_batches_of, read_config, resolve_plan
+from omnibal.config import dtype_of, layout_of, micro_batches_of, read_config, resolve_plan
+from omnibal.config.section import OmnibalSection, RunFiles
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, choose_limits
 from omnibal.data.packing_spec import Mixture

@@ -23,7 +23,7 @@ from omnibal.cli.options import (
     read_limits,
     refuse,
 )
-from omnibal.config import DataSection, ModelSection, OmnibalSection, PackingSection
+from omnibal.config.section import DataSection, ModelSection, OmnibalSection, PackingSection
 from omnibal.data.epoch import Epoch, arrange_epoch
 from omnibal.data.lengths import IMAGE, VIDEO, IntArray, SampleLengths
 from omnibal.data.limit_search import find_trap

@@ -24,7 +24,8 @@ from omnibal.cli.options import (
     read_limits,
     working,
 )
-from omnibal.config import ModelSection, OmnibalSection, RunFiles, read_config
+from omnibal.config import read_config
+from omnibal.config.section import ModelSection, OmnibalSection, RunFiles
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError

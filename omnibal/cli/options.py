@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from omnibal.cluster import Cluster
-from omnibal.config import OmnibalSection, RunFiles, check_apart_from_layout
+from omnibal.config import check_apart_from_layout
+from omnibal.config.section import OmnibalSection, RunFiles
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError
 from omnibal.formats.files import KINDS, is_dataset

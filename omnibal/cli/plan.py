@@ -38,7 +38,8 @@ from omnibal.cli.planning import (
     solve,
     weigh,
 )
-from omnibal.config import RunFiles, check_batch
+from omnibal.config import check_batch
+from omnibal.config.section import RunFiles
 from omnibal.data.limits import largest_load
 from omnibal.errors import ConfigError, InfeasibleError, require
 from omnibal.plan import Plan

@@ -1,66 +1,21 @@
-"""The keys of a ds_config: its "omnibal" section, and those beside it that a pipeline heeds; and how it is read."""
+"""The "omnibal" section of a ds_config: its keys, what each means, and what it may be."""
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
 
 from omnibal.cluster import ClusterValue, Encoder
 from omnibal.data.packing_spec import EXCHANGE_STEPS, Mixture, PackingOptions
-from omnibal.errors import ConfigError
-from omnibal.families import load as load_family
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.profile.records import Level
-from omnibal.records import explain, parse_relaxed, read_json
 
 Count = Annotated[int, Field(ge=1)]
 # A path; a shell would replace `~`, JSON does not.
 UserPath = Annotated[str, AfterValidator(lambda path: str(Path(path).expanduser()) if path.startswith("~") else path)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-# DeepSpeed passes over keys that it does not know, and its pipeline engine over much that it does know.
-# What DeepSpeed does as it says, or `rules` refuses with a reason of its own.
-HEEDED: Final = frozenset({
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
-    "optimizer", "scheduler", "gradient_clipping", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
-    "bf16", "fp16", "torch_autocast", "data_types",
-    "zero_optimization", "communication_data_type", "prescale_gradients", "gradient_predivide_factor",
-    "checkpoint", "datastates_ckpt",
-    "tensorboard", "wandb", "comet", "csv_monitor",
-    "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "comms_logger", "dump_state", "log_level", "timers",
-    "disable_python_gc",
-})  # fmt: skip
-# Those that write files: `output_path` and `job_name` say where.
-MONITORS: Final = ("tensorboard", "csv_monitor")
-# What to do without keys that are not heeded.
-INSTEAD: Final[Mapping[str, str]] = {
-    "pipeline": "omnibal.pipeline says how the model is cut",
-    "activation_checkpointing": "omnibal.pipeline.recompute says which layers recompute",
-    "data_efficiency": "omnibal.data says what is trained on, and omnibal.data.mixture when",
-    "curriculum_learning": "omnibal.data says what is trained on, and omnibal.data.mixture when",
-    "tensor_parallel": "omnibal.pipeline.num_tensor says how many ranks share each layer",
-    "sequence_parallel_size": "a pack is on one device: omnibal.packing.llm_tokens says how long it may be",
-    "amp": "enable bf16",
-    "gradient_accumulation_dtype": "data_types.grad_accum_dtype says it",
-    "seed": "omnibal.packing.seed decides about data, omnibal.model.seed about dropout and initial weights",
-    "gradient_allreduce_op": "gradients are averaged over the target tokens of a step",
-    "flops_profiler": "`omnibal profile --measure` measures layers",
-    "autotuning": "`omnibal plan` finds what is fastest",
-}  # fmt: skip
-# What has inner keys that matter here.
-OBJECTS: Final = (
-    "bf16", "fp16", "zero_optimization", "data_types", "torch_autocast", "optimizer", "optimizer.params", "scheduler",
-    "scheduler.params", "timers", "timers.throughput", "checkpoint", "checkpoint.writer", *MONITORS,
-)  # fmt: skip
-# What may be `"auto"`; of `zero_optimization` DeepSpeed then takes its defaults.
-AUTOMATIC: Final = frozenset({
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
-    "scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps",
-})  # fmt: skip
 
 
 def _mixture(value: Any) -> Any:
@@ -323,90 +278,3 @@ class OmnibalSection(Section):
     cluster: ClusterValue | None = None
     """What it is planned for: such as ``4x8xA100-80GB``, or a record of ``omnibal.cluster.Cluster``; left out, the CUDA
     devices at hand. Training itself takes the processes that are launched."""
-
-
-def read_config(config: str | Path | dict[str, Any]) -> tuple[dict[str, Any], OmnibalSection]:
-    """Split a ds_config into what DeepSpeed reads and the validated "omnibal" section.
-
-    Args:
-        config: Path of a JSON file, with comments as DeepSpeed allows them, or its content.
-
-    Returns:
-        The ds_config without the section, and the section (defaults where it is left out). The run's folder, its plan
-        and the places of DeepSpeed's monitors are filled in where they are left out or ``"auto"``.
-
-    Raises:
-        ConfigError: The file is missing or no JSON object, or a key or value is wrong; the message names the key and
-            the nearest known one. Or the module of the model's family cannot be imported.
-    """
-    if not isinstance(config, str | Path | dict):
-        raise ConfigError(f"config must be the path or the content of a ds_config, got {config!r:.80}")
-    content = config if isinstance(config, dict) else read_json(Path(config), "ds_config", parse_relaxed)
-    if not isinstance(content, dict):
-        raise ConfigError(f"ds_config must be a JSON object, got {config} with a {type(content).__name__}")
-    deepspeed_config = {key: value for key, value in content.items() if key != "omnibal"}
-    check_keys(deepspeed_config)
-    try:
-        section = OmnibalSection.model_validate(content.get("omnibal", {}))
-    except ValidationError as error:
-        raise ConfigError(explain(OmnibalSection, error, "omnibal")) from None
-    if section.model.family is not None:
-        load_family(section.model.family)
-    section = _located(section, None if isinstance(config, dict) else Path(config).stem)
-    return _with_monitors(deepspeed_config, section.run), section
-
-
-def _located(section: OmnibalSection, name: str | None) -> OmnibalSection:
-    # A copy of a ds_config under another name shares neither folder nor plan with the original.
-    run, pipeline = section.run, section.pipeline
-    if name is not None and "output" not in run.model_fields_set:
-        run = run.model_copy(update={"output": f"runs/{name}"})
-    if pipeline.plan == "auto":
-        pipeline = pipeline.model_copy(update={"plan": str(run.files.plan)})
-    return section.model_copy(update={"run": run, "pipeline": pipeline})
-
-
-def _with_monitors(config: dict[str, Any], run: RunSection) -> dict[str, Any]:
-    """Let DeepSpeed's monitors write into the run's folder, under its name, unless they say otherwise."""
-    places = {"output_path": str(run.files.monitor), "job_name": run.files.folder.name}
-    on = {key: config[key] for key in MONITORS if config.get(key, {}).get("enabled", False)}
-    return config | {key: places | monitor for key, monitor in on.items()}
-
-
-def check_keys(config: Mapping[str, Any]) -> None:
-    """Refuse what would be passed over in silence, and ``"auto"`` where nobody fills it in."""
-    for key, value in config.items():
-        if key not in HEEDED and not _asks_for_nothing(value):
-            nearest = get_close_matches(key, HEEDED, n=1, cutoff=0.7)
-            remedy = f"did you mean {nearest[0]!r}?" if nearest else "nothing in a pipeline heeds it"
-            raise ConfigError(f"{key} of a ds_config must be left out, got {value!r:.80}; {INSTEAD.get(key, remedy)}")
-    for place in OBJECTS:
-        found: Any = config
-        for key in place.split("."):
-            found = found.get(key, {})
-        if not isinstance(found, dict):
-            raise ConfigError(f"{place} of a ds_config must be an object, got {found!r:.80}")
-    for place in _automatic(config):
-        if place not in AUTOMATIC and not place.startswith("zero_optimization."):
-            raise ConfigError(
-                f"{place} of a ds_config must be a value, got 'auto', which transformers' Trainer would fill in; "
-                f"here only {', '.join(sorted(AUTOMATIC))} may be"
-            )
-    for place in ("bf16", "fp16", "torch_autocast"):
-        enabled = config.get(place, {}).get("enabled", False)
-        if not isinstance(enabled, bool):
-            raise ConfigError(f"{place}.enabled of a ds_config must be true or false, got {enabled!r:.80}")
-
-
-def _asks_for_nothing(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return value.get("enabled") is False or all(map(_asks_for_nothing, value.values()))
-    return not value
-
-
-def _automatic(value: Any, place: str = "") -> Iterator[str]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _automatic(inner, f"{place}.{key}" if place else str(key))
-    elif value == "auto":
-        yield place

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from omnibal.config import RunFiles
+from omnibal.config.section import RunFiles
 from omnibal.engine.resolve import ResolvedRun
 from omnibal.errors import ConfigError, said
 from omnibal.records import load_json

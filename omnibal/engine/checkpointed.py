@@ -29,7 +29,9 @@ from omnibal.engine.table import TableEngine
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.families.base import check_frozen
 from omnibal.plan import Plan
-from omnibal.ranks import WORK, any_rank, gather, naming_lost_ranks, rank_zero_only, run_on_all_ranks
+from omnibal.ranks import any_rank, gather, rank_zero_only, run_on_all_ranks
+from omnibal.ranks.failures import naming_lost_ranks
+from omnibal.ranks.watchdog import WORK
 from omnibal.vlm.weights import check_data, load_data
 
 LOG: Final = logging.getLogger(__name__)

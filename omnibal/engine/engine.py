@@ -37,16 +37,9 @@ from omnibal.feeds.feed import Share
 from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.loss import EVALUATION_STATISTICS, targets_of
 from omnibal.plan import Plan
-from omnibal.ranks import (
-    WORK,
-    Watchdog,
-    failures_reach_all_ranks,
-    gather,
-    keep_watchdog,
-    lost_ranks_named,
-    naming_lost_ranks,
-    rank_zero_first,
-)
+from omnibal.ranks import gather, rank_zero_first
+from omnibal.ranks.failures import failures_reach_all_ranks, keep_watchdog, lost_ranks_named, naming_lost_ranks
+from omnibal.ranks.watchdog import WORK, Watchdog
 from omnibal.vlm.payload import Payload, counts_of, note_counts
 
 MicroBatch = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]

@@ -43,8 +43,8 @@ from omnibal.families.base import trained_in_words
 from omnibal.feeds.feed import Share
 from omnibal.plan import Plan
 from omnibal.processes import end_with_launcher
-from omnibal.ranks import check_same, gloo_group, lost_ranks_named, run_on_all_ranks, watch
-from omnibal.ranks.agreement import hosts_of
+from omnibal.ranks import check_same, gloo_group, hosts_of, run_on_all_ranks
+from omnibal.ranks.failures import lost_ranks_named, watch
 from omnibal.vlm.weights import spare_weights
 from omnibal.workspace import Workspace
 

@@ -32,7 +32,8 @@ from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.formats.collate import IGNORED
 from omnibal.formats.conversations import ConversationDataset
 from omnibal.plan import Plan
-from omnibal.ranks import WORK, check_shared, gather, rank_zero_first, run_on_all_ranks
+from omnibal.ranks import check_shared, gather, rank_zero_first, run_on_all_ranks
+from omnibal.ranks.watchdog import WORK
 from omnibal.workspace import Workspace
 
 Steps = Iterator[tuple[Step, list[Batch]]]

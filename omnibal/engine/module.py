@@ -13,7 +13,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from torch import Tensor, nn
 
-from omnibal.config import OptimizerSection
+from omnibal.config.section import OptimizerSection
 from omnibal.engine.checkpoint import layer_files
 from omnibal.engine.grid import topology_of, unequal_grids
 from omnibal.engine.resolve import ParameterGroup, ResolvedRun, Weights

@@ -368,15 +368,9 @@ def exchange_of(engine: Any, sums: Sums) -> ReplicaExchange | None:
     encoder = engine.module.encoder
     if engine.dp_world_size == 1 and len(encoder) == 0:
         return None
-    # DeepSpeed reduces them if ZeRO copies gradients to buffers of its own (contiguous gradients, an optimizer on the
-    # host), or if they are to be scaled in another way than by the number of replicas; resolve.check_run refuses these.
-    of_its_own = (
-        getattr(engine.optimizer, "cpu_offload", False)
-        or getattr(engine.optimizer, "contiguous_gradients", False)
-        or not engine.postscale_gradients()
-        or engine.gradient_predivide_factor() != 1
-    )
-    if of_its_own:
+    # DeepSpeed reduces them if ZeRO copies gradients to buffers of its own: contiguous ones, or for an optimizer on the
+    # host. Layouts that cannot do so refuse both (resolve.check_run).
+    if getattr(engine.optimizer, "cpu_offload", False) or getattr(engine.optimizer, "contiguous_gradients", False):
         return None
     # The replicas of this stage: ranks that hold the same layers.
     group = engine.grid.get_data_parallel_group()

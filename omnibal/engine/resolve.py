@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnibal.cluster import Layout
-from omnibal.config import OmnibalSection, check_batch, check_learning_rates, complete_deepspeed_config, partition_of
+from omnibal.config import check_batch, check_learning_rates, complete_deepspeed_config, partition_of
+from omnibal.config.section import OmnibalSection
 from omnibal.errors import ConfigError, said
 from omnibal.families.base import TrainedCount, encoder_layers, trained_by_module
 from omnibal.families.parts import check_degree
@@ -195,12 +196,10 @@ def check_run(resolved: ResolvedRun, partition: Partition) -> None:
 
 
 def _check_units(resolved: ResolvedRun, partition: Partition) -> None:
-    layout, config, where = resolved.layout, resolved.config, "where the encoder has replicas of its own"
+    layout, where = resolved.layout, "where the encoder has replicas of its own"
     schedule_of(layout, resolved.micro_batches, "1f1b")  # replicas and micro-batches
     if (num_tensor := layout.shape(0)[1]) > 1:
         raise ConfigError(f"num_tensor must be 1 {where}, got {num_tensor}")
-    if config.get("prescale_gradients") or config.get("gradient_predivide_factor", 1) != 1:
-        raise ConfigError(f"prescale_gradients and gradient_predivide_factor must be left out {where}, got one of them")
     stages: dict[str, set[int]] = {}
     for index, record in enumerate(resolved.vlm.records):
         if record.tied_key is not None:
@@ -233,8 +232,6 @@ def _check_exchanged(config: Mapping[str, Any], where: str) -> None:
     asked = {
         "zero_optimization.offload_optimizer": (zero.get("offload_optimizer") or {}).get("device") == "cpu",
         "zero_optimization.contiguous_gradients": zero.get("contiguous_gradients"),
-        "prescale_gradients": config.get("prescale_gradients"),
-        "gradient_predivide_factor": config.get("gradient_predivide_factor", 1) != 1,
     }
     for key, is_asked in asked.items():
         if is_asked:

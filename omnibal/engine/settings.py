@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from deepspeed.runtime import lr_schedules
 
-from omnibal.config import OmnibalSection
+from omnibal.config.section import OmnibalSection
 from omnibal.errors import ConfigError
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from omnibal.engine.reduction import exchange_of, sums_of
 from omnibal.engine.spread import SpreadEncoder, states_on_all_ranks
 from omnibal.engine.transfers import DESCRIPTION, DtypeAndSize, StageLinks, describe, read_description, settle
 from omnibal.pipeline.schedule import Instruction, Operation, Schedule
-from omnibal.ranks import WORK
+from omnibal.ranks.watchdog import WORK
 from omnibal.vlm.payload import PackCounts, WeightGradients, defer_linears, note_counts
 from omnibal.vlm.tensor import add_up, partial_parameters
 

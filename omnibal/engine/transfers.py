@@ -18,8 +18,7 @@ from torch import Tensor
 from omnibal.cluster import Layout
 from omnibal.engine.grid import pairs_below
 from omnibal.errors import ConfigError
-from omnibal.ranks import gloo_group
-from omnibal.ranks.agreement import hosts_of, unreachable
+from omnibal.ranks import gloo_group, hosts_of, unreachable
 from omnibal.vlm.payload import PackCounts, counts_of, note_counts
 
 DtypeAndSize = tuple[torch.dtype, tuple[int, ...]]

@@ -22,7 +22,8 @@ from omnibal.packs.collator import STATEFUL
 from omnibal.packs.encoders import EncoderAdapter, device_and_dtype, encoders_of
 from omnibal.packs.losses import loss_per_target
 from omnibal.packs.proof import check_packed, two_texts
-from omnibal.ranks import Meeting, failures_reach_all_ranks
+from omnibal.ranks import Meeting
+from omnibal.ranks.failures import failures_reach_all_ranks
 
 Sample = Mapping[str, Tensor]
 

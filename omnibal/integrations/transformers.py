@@ -66,7 +66,8 @@ from omnibal.packs.losses import (
     token_weights,
 )
 from omnibal.profile.records import ModelProfile
-from omnibal.ranks import gather, watch
+from omnibal.ranks import gather
+from omnibal.ranks.failures import watch
 
 ROUTED: Final = ("qwen3_vl_moe",)
 """Model types whose router's loss is known to be ``router_loss``."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from omnibal.config import LoraSection
+from omnibal.config.section import LoraSection
 from omnibal.errors import ConfigError, DataError, said
 from omnibal.families import family_of
 from omnibal.families.base import Family, LayerRecord

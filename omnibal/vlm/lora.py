@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from omnibal.config import LoraSection
+from omnibal.config.section import LoraSection
 from omnibal.errors import ConfigError, require
 from omnibal.families.base import ADAPTER_SIZES, LayerRecord, common_name, is_named
 from omnibal.vlm.layers import BASE_LAYER, VisionLanguageModel, adapter_name, is_adapter

@@ -4,7 +4,7 @@ import os
 import pytest
 import torch
 
-from omnibal.config import RunFiles
+from omnibal.config.section import RunFiles
 from omnibal.engine import checkpoint as checkpoints
 from omnibal.engine.checkpoint import _read_layer, export_newest
 from omnibal.errors import ConfigError

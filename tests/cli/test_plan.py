@@ -345,7 +345,7 @@ def test_a_plan_is_entered_and_training_follows_it(omnibal, ds_config, tmp_path)
             "train_micro_batch_size_per_gpu must be 1 (a micro-batch is one pack), got 4",
         ),
         ({"train_batch_size": 6}, "train_batch_size must be 4 (2 micro-batches of one pack, 2 replicas), got 6; leave"),
-        ({"checkpoint": {"writer": {"decoupled": True}}}, "checkpoint.writer.decoupled must be left out, got True"),
+        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage must be 0 or 1 with a pipeline, got 2"),
     ],
 )
 def test_what_training_would_refuse_is_not_planned(refusal, ds_config, tmp_path, deepspeed, message):

@@ -9,7 +9,7 @@ from omnibal import workspace
 from omnibal.cli.options import open_workspace
 from omnibal.cli.planning import median_packs, plan_of
 from omnibal.cluster import Cluster
-from omnibal.config import RunFiles
+from omnibal.config.section import RunFiles
 from omnibal.data.lengths import SampleLengths
 from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile

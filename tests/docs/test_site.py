@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from typer.main import get_command
 
 from omnibal.cli.main import MOVED, VERBS, app
-from omnibal.config import OmnibalSection
+from omnibal.config.section import OmnibalSection
 from omnibal.families import FAMILIES
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from omnibal.cluster import Encoder, Layout
-from omnibal.config import LoraSection
+from omnibal.config.section import LoraSection
 from omnibal.families.base import encoder_layers
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.vlm import load_model

@@ -10,7 +10,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from omnibal.cluster import Layout
-from omnibal.config import OmnibalSection
+from omnibal.config.section import OmnibalSection
 from omnibal.engine import transfers
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.pipeline.schedule import Operation

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from omnibal.cluster import Layout
-from omnibal.config import OmnibalSection
+from omnibal.config.section import OmnibalSection
 from omnibal.engine import checkpoint as checkpoints
 from omnibal.engine.checkpoint import (
     SavedFile,

@@ -10,7 +10,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from transformers import InternVLForConditionalGeneration
 
-from omnibal.config import RunSection
+from omnibal.config.section import RunSection
 from omnibal.engine.checkpoint import export, latest_checkpoint
 from omnibal.engine.initialize import initialize
 from omnibal.engine.resolve import UserOptimizer, resolve

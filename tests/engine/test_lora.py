@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from omnibal.cluster import Encoder
-from omnibal.config import LoraSection
+from omnibal.config.section import LoraSection
 from omnibal.engine.checkpoint import export
 from omnibal.errors import ConfigError
 from omnibal.vlm import load_model

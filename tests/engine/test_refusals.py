@@ -45,8 +45,9 @@ def test_configurations_that_cannot_work(model, tmp_path):
         (settings(model, num_stages=3), "num_stages must divide the 2 processes, got 3"),
         (changed(good, "pipeline", num_tensor=3), "processes must be a multiple of the 3 that share each layer, got 2"),
         (
-            changed(good, "pipeline", num_tensor=2, num_stages=1) | {"prescale_gradients": True},
-            "prescale_gradients must be left out where tensor ranks share layers",
+            changed(good, "pipeline", num_tensor=2, num_stages=1)
+            | {"zero_optimization": {"stage": 1, "contiguous_gradients": True}},
+            "zero_optimization.contiguous_gradients must be left out where tensor ranks share layers",
         ),
         (changed(good, "pipeline", partition=[0, 4, 9]), "layers of the partition must be 10.*got 9"),
         (changed(good, "pipeline", partition=[0, 3, 5, 10]), "stages of the partition must be 2.*got 3"),

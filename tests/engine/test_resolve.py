@@ -4,7 +4,8 @@ from dataclasses import replace
 import pytest
 
 from omnibal.cluster import Cluster, Encoder, Layout
-from omnibal.config import OmnibalSection, layout_of
+from omnibal.config import layout_of
+from omnibal.config.section import OmnibalSection
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, paper_limits
 from omnibal.demo import write_demo

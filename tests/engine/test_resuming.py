@@ -2,7 +2,7 @@
 
 import pytest
 
-from omnibal.config import OmnibalSection
+from omnibal.config.section import OmnibalSection
 from omnibal.engine import settings
 from omnibal.engine.settings import SettingChange, changes, is_refused, settings_of
 

@@ -152,7 +152,8 @@ def test_a_key_of_the_ds_config_spreads_the_encoder_of_a_run_on_a_dataset(model,
     config = changed(settings(model, num_stages=2), "run", max_steps=STEPS)
     apart = changed(config, "pipeline", encoder="spread")
     refused = [
-        (apart | {"prescale_gradients": True}, "prescale_gradients must be left out where the encoder is spread"),
+        (apart | {"zero_optimization": {"stage": 1, "contiguous_gradients": True}},
+         "zero_optimization.contiguous_gradients must be left out where the encoder is spread"),
         (changed(apart, "pipeline", partition=[0, 3, 10]), "the first stage of the partition must end in the language "
          "model, which begins with layer 5, where the encoder is spread, got an end before layer 3"),
     ]  # fmt: skip
@@ -194,8 +195,6 @@ REFUSED = {
     "zero_optimization.contiguous_gradients must be left out": {
         "extra": {"zero_optimization": {"stage": 1, "contiguous_gradients": True}}
     },
-    "prescale_gradients must be left out": {"extra": {"prescale_gradients": True}},
-    "gradient_predivide_factor must be left out": {"extra": {"gradient_predivide_factor": 2.0}},
     "the first stage of the partition must end in the language model, which begins with layer 5": {
         "boundaries": (0, 5, 10)
     },

@@ -136,7 +136,6 @@ REFUSED = {
     "zero_optimization.offload_optimizer must be left out where tensor ranks share layers": {
         "extra": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
     },
-    "prescale_gradients must be left out where tensor ranks share": {"extra": {"prescale_gradients": True}},
 }
 
 

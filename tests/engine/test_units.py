@@ -111,7 +111,6 @@ REFUSED = {
         (0, 5, 10), [[[0, 1]]], 2
     ),
     "num_tensor must be 1": replace(units((0, 5, 10), ONE, 2), encoder=Encoder(1, 2, num_tensor=2)),
-    "prescale_gradients and gradient_predivide_factor": units((0, 5, 10), ONE, 2, extra={"prescale_gradients": True}),
     "zero_optimization.stage must be 0 or 1": units((0, 5, 10), ONE, 2, zero_stage=2),
 }
 
@@ -142,7 +141,6 @@ def test_what_a_ds_config_cannot_ask_is_refused_before_samples_are_measured(mode
          "stage × 3 replicas of 3"),
         (changed(one_micro_batch, "pipeline", encoder={"num_replicas": 2}), "must divide the 1 packs of a step"),
         (good | {"train_batch_size": 3}, "train_batch_size must be 4 (2 micro-batches of one pack, 2 replicas), got 3"),
-        (good | {"prescale_gradients": True}, "prescale_gradients and gradient_predivide_factor must be left out"),
         (changed(good, "pipeline", encoder={"num_replicas": 1, "placement": "spread"}),
          "omnibal.pipeline.encoder.placement must be a known key"),
         (changed(good, "pipeline", encoder={"num_replicas": 1, "num_stages": 6}, num_stages="auto"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers.image_utils import load_image as transformers_load_image
 
-from omnibal.config import DataSection
+from omnibal.config.section import DataSection
 from omnibal.formats.media import MOST_PIXELS, image_size, load_image
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForImageTextToText, InternVLConfig
 
 from omnibal.advise.models import Model
-from omnibal.config import LoraSection
+from omnibal.config.section import LoraSection
 from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
 from omnibal.device import DEVICES, Device

@@ -2,9 +2,18 @@
 
 import pytest
 
+from omnibal import ranks
 from omnibal.errors import ConfigError, DataError, OmnibalError
-from omnibal.ranks import agreement, gather, new_gloo_group, rank_zero_first, rank_zero_only, run_on_all_ranks
-from omnibal.ranks.agreement import Host, check_addresses, unreachable
+from omnibal.ranks import (
+    Host,
+    check_addresses,
+    gather,
+    new_gloo_group,
+    rank_zero_first,
+    rank_zero_only,
+    run_on_all_ranks,
+    unreachable,
+)
 from tests.engine.launch import how_all_end, launch
 
 BROKEN = "line 5 must be JSON, got nothing"
@@ -43,7 +52,7 @@ HOSTS = [Host("node1", "10.0.0.1"), Host("node1", "10.0.0.1"), Host("node2", "10
 
 
 def test_work_before_processes_meet_counts_no_turn(monkeypatch):
-    monkeypatch.setattr(agreement, "_turns", iter(()))
+    monkeypatch.setattr(ranks, "_turns", iter(()))
     assert rank_zero_first(lambda: 4, doing="works") == rank_zero_only(lambda: 4, doing="works") == 4
 
 

@@ -12,27 +12,26 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from omnibal import ranks
 from omnibal.errors import DataError, OmnibalError
 from omnibal.integrations.lengths import kept_lengths
 from omnibal.ranks import (
     Meeting,
-    agreement,
     any_rank,
     check_shared,
     gather,
     rank_zero_first,
     rank_zero_only,
     run_on_all_ranks,
-    watch,
 )
-from omnibal.ranks.failures import HEARD, SAID, _own_store
+from omnibal.ranks.failures import HEARD, SAID, _own_store, watch
 
 
 def work_of_all_kinds(folder):
     """What each kind of common work gives or says on this rank."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "LATEST_SIGHT_SECONDS", 0)
-        patch.setattr(agreement, "SILENT_SECONDS", 0)
+        patch.setattr(ranks, "LATEST_SIGHT_SECONDS", 0)
+        patch.setattr(ranks, "SILENT_SECONDS", 0)
         return _work_of_all_kinds(dist.get_rank(), Path(folder))
 
 
@@ -92,9 +91,9 @@ def long_work_of_rank_zero():
     said, store, where = [], _get_default_store(), f"rank {dist.get_rank()}"
     handler = logging.Handler()
     handler.emit = lambda record: (said.append(record.getMessage()), store.set("said", record.getMessage()))
-    logging.getLogger(agreement.__name__).addHandler(handler)
+    logging.getLogger(ranks.__name__).addHandler(handler)
     rank_zero_only(lambda: store.wait(["said"]), doing="measures the samples", where=where)
-    logging.getLogger(agreement.__name__).removeHandler(handler)
+    logging.getLogger(ranks.__name__).removeHandler(handler)
     return said
 
 

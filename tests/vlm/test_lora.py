@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from omnibal.config import LoraSection
+from omnibal.config.section import LoraSection
 from omnibal.errors import ConfigError
 from omnibal.vlm import Payload, load_model
 from omnibal.vlm.layers import is_adapter

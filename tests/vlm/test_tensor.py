@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 from torch.testing import assert_close
 
-from omnibal.config import LoraSection
+from omnibal.config.section import LoraSection
 from omnibal.device import DEVICES
 from omnibal.families.parts import check_degree
 from omnibal.loss import WHOLE

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
-from omnibal.config import ModelSection, OmnibalSection, layout_of
+from omnibal.config import layout_of
+from omnibal.config.section import ModelSection, OmnibalSection
 from omnibal.cost import Load
 from omnibal.data.epoch import Step
 from omnibal.engine.engine import OmnibalEngine
