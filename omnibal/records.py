@@ -88,15 +88,14 @@ def read_json(path: str | Path, name: str, parse: Callable[[bytes], Any] = parse
         raise ConfigError(f"{name} must be JSON, got {path}: {error}") from error
 
 
-def read_record(path: str | Path, kind: type[M], name: str, *, version: int, older: int | None = None) -> M:
+def read_record(path: str | Path, kind: type[M], name: str, *, version: int) -> M:
     """Read a JSON file that a user named as ``name``; errors name the file and the key.
 
     Args:
         path: The file.
         kind: The record, a pydantic model or a dataclass, that says what the file may hold.
         name: What errors call it.
-        version: That new files have.
-        older: Another version that the record reads.
+        version: That files have.
     """
     content = read_json(path, name)
     if not isinstance(content, dict):
@@ -105,7 +104,7 @@ def read_record(path: str | Path, kind: type[M], name: str, *, version: int, old
     required = [key for key, known in kind.model_fields.items() if known.is_required()]
     missing = [key for key in required if key not in content]
     is_other_kind = 2 * len(missing) > len(required)
-    if content.get("version", version) not in (version, older) and not is_other_kind:
+    if content.get("version", version) != version and not is_other_kind:
         raise ConfigError(f"{path}: {name} must be of version {version}, got {content['version']!r}; make it again")
     if missing:
         raise ConfigError(f"{name} must have the key {missing[0]!r}, got none in {path}")

@@ -44,8 +44,7 @@ from omnibal.data.limits import largest_load
 from omnibal.errors import ConfigError, InfeasibleError, require
 from omnibal.plan import Plan
 from omnibal.planner import PlanRequest, PlanResult
-from omnibal.planner.prediction import Variant, variants_up_to
-from omnibal.planner.search import Choice, retreat
+from omnibal.planner.search import Choice, Variant, retreat, variants_up_to
 from omnibal.profile.calibration import Calibration
 from omnibal.report.page import PlanPart, write_page
 from omnibal.report.stages import Explanation

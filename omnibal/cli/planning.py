@@ -21,7 +21,7 @@ from omnibal.pipeline.partition import cut_parts
 from omnibal.plan import Plan
 from omnibal.planner import PlanRequest, PlanResult, make_plan
 from omnibal.planner.packings import Packing, spread_steps
-from omnibal.planner.prediction import Variant
+from omnibal.planner.search import Variant
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LayerCost, ModelProfile, every_layer
 from omnibal.report.layouts import LayoutReport

@@ -71,62 +71,47 @@ class PlanRequest:
             )
 
     def layouts(self, profile: ModelProfile) -> list[Layout]:
-        """Layouts that the search considers, with rising numbers of stages and the profile's tensor ranks."""
-        if self.encoder is not None and self.encoder.placement == "spread":
-            return self._spread_layouts(self.encoder, profile)
-        if self.encoder is not None:
-            return self._unit_layouts(self.encoder, profile)
-        num_devices, degree, num_layers = self.cluster.num_devices, profile.num_tensor, len(profile.layers)
-        num_replicas_on(num_devices, self.num_stages or 1, num_layers=num_layers, num_tensor=degree)
-        if self.cluster.devices_per_node % degree:
+        """Layouts that the search considers, with rising numbers of stages and the profile's tensor ranks.
+
+        An encoder of its own keeps its devices, and pipelines of the LLM divide the others; one that is spread runs on
+        all devices of the LLM.
+        """
+        encoder, num_devices, num_layers = self.encoder, self.cluster.num_devices, len(profile.layers)
+        own, left, most, alone = 0, num_devices, num_layers, encoder
+        if encoder is not None:
+            profile.check_matches(tensor_parallel=1)
+            most -= encoder_layers(profile.layers)
+            if encoder.placement == "own":
+                own, left = encoder.num_stages, num_devices - encoder.num_devices
+            else:
+                alone = None
+        degree, per_node = profile.num_tensor, self.cluster.devices_per_node
+        stages = self.num_stages or own + 1
+        num_replicas_on(num_devices, stages, num_layers=num_layers, num_tensor=degree, encoder=alone)
+        if per_node % degree:
             raise ConfigError(
-                f"tensor_parallel must divide the {self.cluster.devices_per_node} devices of a node of {self.cluster}, "
-                f"got {degree}"
+                f"tensor_parallel must divide the {per_node} devices of a node of {self.cluster}, got {degree}"
             )
-        ranks = num_devices // degree
-        counts = [count for count in range(1, min(ranks, num_layers) + 1) if ranks % count == 0]
-        return [
-            self._layout(profile, count, ranks // count, num_tensor=degree)
-            for count in (counts if self.num_stages is None else [self.num_stages])
-        ]
-
-    def _spread_layouts(self, encoder: Encoder, profile: ModelProfile) -> list[Layout]:
-        """Layouts of the language model on all devices, each of which encodes as well."""
-        profile.check_matches(tensor_parallel=1)
-        pipelines = replace(self, encoder=None).layouts(profile)
-        most = len(profile.layers) - encoder_layers(profile.layers)
-        found = [replace(layout, encoder=encoder) for layout in pipelines if layout.num_stages <= most]
-        if not found:
-            raise ConfigError(f"stages of the language model must be at most its {most} layers, got {self.num_stages}")
-        return found
-
-    def _unit_layouts(self, encoder: Encoder, profile: ModelProfile) -> list[Layout]:
-        """Layouts that leave the encoder its devices, and divide all others into pipelines of the language model."""
-        profile.check_matches(tensor_parallel=1)
-        own, border = encoder.num_stages, encoder_layers(profile.layers)
-        num_devices, num_layers = self.cluster.num_devices, len(profile.layers)
-        stages = own + 1 if self.num_stages is None else self.num_stages
-        num_replicas_on(num_devices, stages, num_layers=num_layers, encoder=encoder)
-        for name, count, most in (("encoder", own, border), ("language model", stages - own, num_layers - border)):
-            if count > most:
-                raise ConfigError(f"stages of the {name} must be at most its {most} layers, got {count}")
-        left = num_devices - encoder.num_devices
-        counts = [count for count in range(1, min(left, num_layers - border) + 1) if left % count == 0]
+        for name, count, limit in (("encoder", own, num_layers - most), ("language model", stages - own, most)):
+            if count > limit:
+                raise ConfigError(f"stages of the {name} must be at most its {limit} layers, got {count}")
+        ranks = left // degree
+        counts = range(1, min(ranks, most) + 1) if self.num_stages is None else [stages - own]
         layouts = [
-            self._layout(profile, own + count, left // count, encoder=encoder)
-            for count in (counts if self.num_stages is None else [self.num_stages - own])
-        ]
+            Layout(
+                own + count, ranks // count, num_tensor=degree, encoder=encoder, zero_stage=self.zero_stage,
+                accumulate_float32=self.accumulate_float32,
+                precision=profile.dtype,  # type: ignore[arg-type]  # a layout checks it
+            )
+            for count in counts
+            if ranks % count == 0
+        ]  # fmt: skip
+        if alone is None:
+            return layouts
         found = [layout for layout in layouts if layout.has_even_units]
         if not found:
             check_units(layouts[-1])  # says what does not divide
         return found
-
-    def _layout(self, profile: ModelProfile, num_stages: int, num_replicas: int, **more: Any) -> Layout:
-        return Layout(
-            num_stages, num_replicas, zero_stage=self.zero_stage, accumulate_float32=self.accumulate_float32,
-            precision=profile.dtype,  # type: ignore[arg-type]  # a layout checks it
-            **more,
-        )  # fmt: skip
 
     @property
     def schedules(self) -> tuple[ScheduleName, ...]:

@@ -89,34 +89,26 @@ def with_sums(measured: ModelProfile, records: Sequence[LayerRecord], device: De
         records: The model's layers.
         device: What the ranks run on; only its link counts.
     """
-    counted = [
-        analytic_profile(
-            records, replace(device, link_bytes_per_second=factor * device.link_bytes_per_second),
-            dtype=measured.dtype, tensor_parallel=measured.tensor_parallel, frozen=measured.frozen_parts,
-        ).layers
-        for factor in (1, 2)
-    ]  # fmt: skip
-    return replace(measured, layers=tuple(map(_with_sums, measured.layers, *counted)))
-
-
-def _with_sums(layer: LayerCost, counted: LayerCost, faster: LayerCost) -> LayerCost:
-    def sums(of: Callable[[LayerCost], CostModel]) -> CostModel:
-        # Sums take a / link seconds, and all else does not depend on the link: a / link = 2 (a / link - a / (2 link)).
-        one, other = of(counted), of(faster)
-        return CostModel(**{
-            size.name: max(2 * (getattr(one, size.name) - getattr(other, size.name)), 0.0) for size in fields(one)
-        })  # fmt: skip
-
-    again = sums(lambda cost: cost.recompute_seconds["full"])
-    return replace(
-        layer,
-        forward_seconds=layer.forward_seconds + sums(lambda cost: cost.forward_seconds),
-        backward_seconds=layer.backward_seconds + sums(lambda cost: cost.backward_seconds),
+    layers = []
+    for layer, record in zip(measured.layers, records, strict=True):
+        unit = _Unit(device, ELEMENT_BYTES[measured.dtype], degree_of(measured.tensor_parallel, record.module))
+        work = _WORK[record.kind](_split_sizes(record, unit.degree))
+        ahead = unit.reduce_seconds * work.reduced
+        back = unit.reduce_seconds * work.reduced_backward
+        if work.at_once:
+            ahead, back = ahead + back, CostModel()
         # A selective pass may spare some of the sums.
-        recompute_seconds={
-            level: seconds if level == "none" else seconds + again for level, seconds in layer.recompute_seconds.items()
-        },
-    )
+        again = {
+            level: seconds if level == "none" or work.at_once else seconds + ahead
+            for level, seconds in layer.recompute_seconds.items()
+        }
+        layers.append(
+            replace(
+                layer, forward_seconds=layer.forward_seconds + ahead, backward_seconds=layer.backward_seconds + back,
+                recompute_seconds=again,
+            )
+        )  # fmt: skip
+    return replace(measured, layers=tuple(layers))
 
 
 _ENTRIES = ("patch_embedding", "sound_embedding")

@@ -61,8 +61,7 @@ def levels_from_words(words: str) -> tuple[Level, ...]:
     return tuple(levels)
 
 
-VERSION = 7  # of the file; profiles of other versions are refused, but for the one below
-_OF_ONE_DEGREE = 6  # the version before, whose tensor_parallel is one number
+VERSION = 7  # of the file; profiles of other versions are refused
 DEGREES: Final = ("vision", "language")
 """What has a degree of tensor parallelism of its own; the projector goes with the ViT."""
 
@@ -319,7 +318,7 @@ class ModelProfile:
     @classmethod
     def load(cls, path: str | Path) -> ModelProfile:
         """Read a profile; a ConfigError names the file and the key that is wrong."""
-        content = read_record(path, _ProfileFile, "profile", version=VERSION, older=_OF_ONE_DEGREE)
+        content = read_record(path, _ProfileFile, "profile", version=VERSION)
         try:
             layers = tuple(
                 LayerCost(name, **{field: getattr(group, field) for field in _FIELDS})
@@ -330,21 +329,21 @@ class ModelProfile:
                 layers, device=content.device, dtype=content.dtype, tensor_parallel=degrees_of(content.tensor_parallel),
                 versions=content.versions, frozen=content.frozen,
             )  # fmt: skip
-            if _hash(profile._content(content.version)) != content.hash:
+            if _hash(profile._content()) != content.hash:
                 raise ConfigError(f"profile must have the hash {content.hash} it was saved with, got changed content")
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
         return profile
 
-    def _content(self, version: int = VERSION) -> dict[str, Any]:
+    def _content(self) -> dict[str, Any]:
         # Most layers of a model cost the same: equal neighbours are one entry with several names.
         groups = [list(group) for _, group in groupby(self.layers, key=lambda layer: replace(layer, name=""))]
         names = [known.name for known in fields(LayerCost) if known.name != "name"]
         return {
-            "version": version,
+            "version": VERSION,
             "device": self.device,
             "dtype": self.dtype,
-            "tensor_parallel": self.num_tensor if version == _OF_ONE_DEGREE else dict(self.tensor_parallel),
+            "tensor_parallel": dict(self.tensor_parallel),
             "versions": dict(self.versions),
             **({} if self.frozen is None else {"frozen": list(self.frozen)}),
             "layers": [
@@ -369,7 +368,7 @@ class _ProfileFile(Record):
     version: int
     device: str
     dtype: str
-    tensor_parallel: int | dict[str, int]
+    tensor_parallel: dict[str, int]
     versions: dict[str, str]
     frozen: tuple[str, ...] | None = None
     layers: tuple[_LayersRecord, ...]

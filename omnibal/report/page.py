@@ -18,7 +18,7 @@ from omnibal.data.packing_spec import DEFAULT_COST
 from omnibal.families.base import vision_unit_of
 from omnibal.memory.footprint import StageMemory
 from omnibal.plan import Plan
-from omnibal.planner.prediction import RANDOM, Variant
+from omnibal.planner.search import RANDOM, Variant
 from omnibal.profile.records import every_layer
 from omnibal.report.stages import plot_memory, plot_timeline, stage_cells, step_figures
 from omnibal.report.style import (

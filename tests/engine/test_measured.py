@@ -20,7 +20,7 @@ from omnibal.engine import measured
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from omnibal.planner.packings import Packing, spread_steps
-from omnibal.planner.prediction import predict
+from omnibal.planner.search import predict
 from omnibal.profile.calibration import STEPS, Calibration
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import every_layer

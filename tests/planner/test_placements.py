@@ -18,8 +18,7 @@ from omnibal.pipeline.simulate import simulate_step
 from omnibal.pipeline.spread import IMAGES, split_profile
 from omnibal.plan import Plan
 from omnibal.planner.packings import Packing, PlanRequest
-from omnibal.planner.prediction import predict
-from omnibal.planner.search import placed_step
+from omnibal.planner.search import placed_step, predict
 from omnibal.planner.step_model import StepCosts
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LayerCost, ModelProfile

@@ -11,7 +11,7 @@ from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import zero_bubble
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.plan import Plan
-from omnibal.planner.prediction import variants_up_to
+from omnibal.planner.search import variants_up_to
 from tests.clusters import on_cluster
 from tests.pipeline.profiles import layer, profile
 from tools.synthetic import tiled_lengths

@@ -9,7 +9,7 @@ import numpy as np
 import typer
 
 from omnibal.cost import CostModel, Load
-from omnibal.planner.prediction import Variant
+from omnibal.planner.search import Variant
 from omnibal.profile.records import LayerCost
 from tools.bench import table
 from tools.paper.ladder import best, fitted, gpu_days, limits_days, paper_cut, rung

@@ -21,7 +21,7 @@ from omnibal.pipeline.search import search_partition
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.planner import make_plan
 from omnibal.planner.packings import packings
-from omnibal.planner.prediction import Variant
+from omnibal.planner.search import Variant
 from omnibal.planner.step_model import StepCosts, StepModel
 from omnibal.profile.records import Level
 

@@ -9,7 +9,7 @@ from omnibal.cost import FloatArray, Load
 from omnibal.data.lengths import IntArray
 from omnibal.pipeline.partition import Partition
 from omnibal.planner.packings import StepLoads
-from omnibal.planner.prediction import Variant
+from omnibal.planner.search import Variant
 from omnibal.profile.records import Level
 from tools.bench import table
 from tools.paper.ladder import best, gpu_days

@@ -11,7 +11,7 @@ import typer
 from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.planner.prediction import Variant
+from omnibal.planner.search import Variant
 from tools.bench import table
 from tools.emulator.run import EmulationTask, run_emulation
 from tools.paper.ladder import above_limit, best, fitted, gpu_days, ladder, limits_days
