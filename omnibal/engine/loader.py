@@ -64,7 +64,6 @@ class Loader:
         return self.feed.steps_per_epoch
 
     def __len__(self) -> int:
-        """Steps of the epoch that the next step belongs to."""
         if not isinstance(self.feed, EpochFeed):  # list() and tqdm() take a TypeError for a length that is not known
             raise TypeError("a loader of a stream has no length")
         return self.steps_per_epoch
@@ -96,7 +95,6 @@ class Loader:
         return self.feed.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a position."""
         self.feed.load_state_dict(state)
 
     def samples_of(self, step: Step, share: Share, micro_batch: int) -> list[int]:
@@ -300,7 +298,6 @@ def _arrange(
 
 
 def warn_of_other_data(plan: Plan, lengths: SampleLengths) -> None:
-    """Say that a plan was made for other samples, if it was."""
     if plan.made_from.get("lengths", lengths.content_hash) != lengths.content_hash:
         LOG.warning(
             "omnibal.pipeline.plan should be made for this run's data, got one made for other data; its packs and "
@@ -309,7 +306,6 @@ def warn_of_other_data(plan: Plan, lengths: SampleLengths) -> None:
 
 
 def warn_of_long_samples(config: Any, lengths: SampleLengths, limits: PackLimits) -> None:
-    """Say that samples are longer than what the model has learned positions for, if some are."""
     positions, longest = getattr(config.text_config, "max_position_embeddings", None), lengths.summary.max_llm_tokens
     if positions is not None and longest > positions:
         LOG.warning(
@@ -325,7 +321,6 @@ def warn_of_long_samples(config: Any, lengths: SampleLengths, limits: PackLimits
 def stream_loader(
     workspace: Workspace, resolved: ResolvedRun, sources: Any, place: PipelinePosition, reader: PackReader
 ) -> tuple[Plan, Loader]:
-    """The plan of a run on streams, and this rank's loader."""
     data, packing, num_steps = workspace.section.data, workspace.section.packing, workspace.section.run.max_steps
     if num_steps is None:
         raise ConfigError(

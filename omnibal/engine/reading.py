@@ -110,7 +110,6 @@ class PackReader:
         return batch
 
     def read(self, dataset: VlmDataset, pack: Sequence[int]) -> Batch:
-        """A pack, read here and now."""
         return self.collate([*map(self._viewed(dataset).__getitem__, pack)])
 
     def _viewed(self, dataset: VlmDataset) -> "VlmDataset | TextView":
@@ -149,7 +148,6 @@ class PackReader:
 
 
 def left_out_of(batch: Batch) -> dict[int, str]:
-    """The samples of a pack that could not be read, and why."""
     return dict(json.loads(batch[LEFT_OUT].numpy().tobytes())) if LEFT_OUT in batch else {}
 
 

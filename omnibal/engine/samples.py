@@ -202,7 +202,6 @@ def _kind(value: Any) -> str:
 
 
 def _beyond(ids: Tensor, vocabulary: int) -> Iterator[int]:
-    """The lowest and the highest id, if they are outside of the vocabulary."""
     if len(ids):
         yield from (end for end in map(int, ids.aminmax()) if not 0 <= end < vocabulary)
 

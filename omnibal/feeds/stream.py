@@ -159,11 +159,9 @@ class StreamFeed(ABC):
         return step, batches
 
     def go_to(self, position: Position) -> None:
-        """Let the next step be the one behind an earlier ``position`` of this feed; what was drawn ahead is let go."""
         self.position, self._steps = position, None
 
     def steps_left(self, _epochs: int | None = None) -> int:
-        """Steps to the end of the run."""
         assert self.settings.num_steps is not None, "a single pass has as many steps as its samples make"
         return self.settings.num_steps - self.steps_done
 
@@ -192,7 +190,6 @@ class StreamFeed(ABC):
         self.go_to(position)
 
     def summary(self) -> dict[str, str]:
-        """Sources, buffer, and packs of a step."""
         names, size = ", ".join(self.made_from["sources"]), self.settings.buffer
         return {
             "samples": f"drawn from {names}; {size} of each replica planned at a time",

@@ -58,7 +58,6 @@ class PackLoader(DataLoader[Any]):
 
     @property
     def pack_sampler(self) -> PackSampler:
-        """The sampler that deals the packs."""
         sampler: Any = self.batch_sampler
         return sampler  # type: ignore[no-any-return]
 
@@ -286,7 +285,6 @@ def replace_loader(
 
 
 def _described(trainer: Any, sampler: PackSampler, limits: PackLimits, steps: AskedSteps) -> str:
-    """The line of ``balance``."""
     device = trainer.args.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     counted = counted_profile(trainer.accelerator.unwrap_model(trainer.model), name)
@@ -296,7 +294,6 @@ def _described(trainer: Any, sampler: PackSampler, limits: PackLimits, steps: As
 
 
 def _told_loss(trainer: Any, packs: int, *, exact_loss: bool) -> str:
-    """What becomes of the loss, in words."""
     if exact_loss:
         return "omnibal: the loss of a step is the mean over its target tokens, of all ranks and packs"
     return (

@@ -180,7 +180,6 @@ class Phases:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     def _encode(self, encoder: EncoderAdapter, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Features of the inputs at hand, without rows where there is none."""
         if len(inputs.get(encoder.takes[0], ())):
             return dict(encoder.encode(inputs))
         blank = {name: self._placed(tensor) for name, tensor in encoder.blank().items()}
@@ -233,7 +232,6 @@ class Passes:
     _unfinished: StepCheck | None = None
 
     def begin_forward(self, check: StepCheck) -> None:
-        """Compare the forward pass that begins, before anything is sent."""
         if self._unfinished is not None:
             with failures_reach_all_ranks():
                 raise ConfigError(
@@ -243,7 +241,6 @@ class Passes:
         check.compare(backward=False)
 
     def compare_backward(self, loss: Tensor, check: StepCheck) -> None:
-        """Compare the backward pass of a loss when it begins."""
         if not loss.requires_grad:
             return
 

@@ -119,7 +119,6 @@ class RearrangingLoader:
         return drawn[0].plan, drawn
 
     def go_to(self, position: tuple[int, Any]) -> None:
-        """Let the next step be the one behind a position: steps that are done, and the state of the source."""
         self.position, self._steps = position, None
 
     def state_dict(self) -> dict[str, Any]:
@@ -233,7 +232,6 @@ class RearrangingLoader:
         return np.array(rows, dtype=np.int64).reshape(-1, len(self._told)).T
 
     def _tokens(self, samples: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        """``Drawn.tokens`` of samples."""
         tokens = [torch.empty((0, 3 + self._collator.num_positions), dtype=torch.int64)]
         for sample in samples:
             ids = sample["input_ids"]

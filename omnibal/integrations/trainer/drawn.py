@@ -86,7 +86,6 @@ class _Share(EveryNth, IterableDataset[Any]):
 
 
 def uncollated(items: Any) -> Any:
-    """Collate nothing: batches come collated, draws are collated later."""
     return items
 
 
@@ -363,7 +362,6 @@ class RearrangingCallback(RecipeCallback):
         return dict(self._made_from)
 
     def check(self) -> None:
-        """See whether the model as it is trained keeps samples of a pack apart."""
         if not self._made_from["padded"]:
             check_model(self._trainer, *two_texts(model_of(self._trainer).config))
 
