@@ -28,15 +28,10 @@ from omnibal.data.epoch import Epoch, arrange_epoch
 from omnibal.data.lengths import IMAGE, VIDEO, IntArray, SampleLengths
 from omnibal.data.limit_search import find_trap
 from omnibal.data.limits import PackLimits, choose_limits
-from omnibal.data.packing_spec import Method, Oversized
+from omnibal.data.metrics import PackingFigures, measure_packing
+from omnibal.data.packing_spec import DEFAULT_COST, Method, Oversized
 from omnibal.errors import ConfigError
 from omnibal.families.base import vision_unit_of
-from omnibal.report.packing import (
-    PackingFigures,
-    measure_packing,
-    packing_notes,
-    packing_table,
-)
 from omnibal.report.style import make_table
 from omnibal.workspace import FoundLengths, Workspace
 
@@ -259,6 +254,7 @@ class _PackingTask:
             self.limits,
             packs,
             epoch.steps,
+            cost=DEFAULT_COST,
             seconds=time.perf_counter() - started,
             left_out=self.num_oversized if self.packing.oversized == "drop" else 0,
         )
@@ -355,3 +351,52 @@ def lengths_table(figures: Mapping[str, Any], vision_unit: str = "vision units")
             (),
         ]
     return make_table(("source", "", "mean", "median", "99 %", "largest"), rows, words=2)
+
+
+SOUND_ROW: Final = "Dist Ratio, sound units"
+# Rows of the table, each with the form of its cells; None ends a section.
+_ROWS: Final[tuple[tuple[str, str] | None, ...]] = (
+    ("packs", "{0.packs:,}"),
+    ("  fewest possible", "{0.fewest_packs:,}"),
+    ("  empty", "{0.empty_packs:,}"),
+    ("steps", "{0.steps:,}"),
+    ("samples per pack", "{0.samples_per_pack:.2f}"),
+    ("Pad Ratio", "{0.pad_ratio:.2g}"),
+    ("  if packs were padded", "{0.pad_ratio_if_padded:.3f}"),
+    None,
+    ("Dist Ratio, {vision_unit}", "{0.dist_ratio_vision:.4f}"),
+    (SOUND_ROW, "{0.dist_ratio_sound:.4f}"),
+    ("Dist Ratio, LLM tokens", "{0.dist_ratio_tokens:.4f}"),
+    ("Dist Ratio, LLM cost", "{0.dist_ratio_cost:.4f}"),
+    ("χ² of steps (1: shuffled)", "{0.randomness:.2f}"),
+    None,
+    ("largest, {vision_unit}", "{0.largest.vision_units:,}"),
+    ("largest, LLM tokens", "{0.largest.llm_tokens:,}"),
+    None,
+    ("lost, repeated, over limit", "{0.lost}, {0.repeated}, {0.over_limit}"),
+    ("seconds", "{0.seconds:.2f}"),
+    None,
+)
+
+
+def packing_table(figures: Sequence[PackingFigures], num_replicas: int = 2, vision_unit: str = "vision units") -> Table:
+    """Figures row by row, methods side by side; one rank has nobody to wait for."""
+    rows = list[tuple[str, ...]]()
+    without_sound = any(entry.dist_ratio_sound is None for entry in figures)
+    for row in _ROWS:
+        if row is not None and row[0] == SOUND_ROW and without_sound:
+            continue
+        if row is None:
+            rows.append(())
+        elif num_replicas > 1 or not row[0].startswith("Dist Ratio"):
+            cells = (row[1].format(entry).replace("nan", "–") for entry in figures)
+            rows.append((row[0].format(vision_unit=vision_unit), *cells))
+    return make_table(("", *(entry.method for entry in figures)), rows)
+
+
+def packing_notes(num_replicas: int) -> list[str]:
+    notes = ["Pad Ratio: share of an LLM's tokens that are padding"]
+    if num_replicas > 1:
+        notes.append("Dist Ratio: share of the time that ranks wait for the one with the largest micro-batch")
+    notes.append("χ² of steps: how unlike the mixes of sources (else lengths) are, a degree of freedom")
+    return notes

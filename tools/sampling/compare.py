@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.report.packing import PackingFigures
+from omnibal.data.metrics import PackingFigures
 from omnibal.report.style import BLUE, GREY, ORANGE, VERMILION, drawing
 from tools.bench import machine, table
 from tools.sampling.data import mixed_lengths, real_lengths

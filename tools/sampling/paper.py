@@ -6,7 +6,7 @@ import numpy as np
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.report.packing import PackingFigures
+from omnibal.data.metrics import PackingFigures
 from tools.sampling.measure import figures_of, plan_by_rule, plan_ours
 from tools.sampling.rules import Task
 from tools.synthetic import TOKENS_PER_TILE

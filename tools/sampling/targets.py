@@ -15,10 +15,9 @@ from omnibal.data.isf import iterative_sampling_and_filtering
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limit_search import search_limits
 from omnibal.data.limits import PackLimits
-from omnibal.data.metrics import min_packs
+from omnibal.data.metrics import measure_packing, min_packs
 from omnibal.data.packing_spec import DEFAULT_COST
 from omnibal.feeds.sampler import BalancedBatchSampler
-from omnibal.report.packing import measure_packing
 from tools.bench import machine, print_table
 from tools.sampling.bounds import fewest_packs, least_cost_ratio
 from tools.sampling.data import mixed_lengths, real_lengths
@@ -75,7 +74,7 @@ def _balance(name: str, lengths: SampleLengths, *limits: PackLimits) -> Sequence
     found, least_over, least_costs = [], [], []
     for ranks, own in zip(RANKS, limits * len(RANKS), strict=False):
         epoch = arrange_epoch(lengths, own, num_replicas=ranks)
-        found.append(measure_packing("", lengths, own, epoch.packs, epoch.steps, seconds=0.0))
+        found.append(measure_packing("", lengths, own, epoch.packs, epoch.steps, cost=DEFAULT_COST, seconds=0.0))
         fewest = min_packs(lengths, own)
         least_over.append(-(-fewest // ranks) * ranks / fewest - 1)
         least_costs.append(least_cost_ratio(lengths, DEFAULT_COST, epoch))
