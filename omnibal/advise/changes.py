@@ -10,8 +10,6 @@ import numpy as np
 
 from omnibal.advise.batches import Batching
 from omnibal.advise.estimate import (
-    DEVIATIONS,
-    MODEL_ERROR,
     Estimate,
     Recipe,
     Scenario,
@@ -22,8 +20,7 @@ from omnibal.advise.estimate import (
 )
 from omnibal.advise.wait import Sharding
 from omnibal.data.limits import MOST, PackLimits
-from omnibal.errors import InfeasibleError, bytes_in_words
-from omnibal.plan import Plan
+from omnibal.errors import bytes_in_words
 
 TRAINER: Final = "ZeRO with a trainer's own settings"
 MOST_TRIED: Final = 12  # numbers of micro-batches that are tried, in about equal ratios
@@ -54,8 +51,7 @@ class TriedChange:
     name: str
     detail: str
     gain: Speedup | None = None  # what it brings; None where it does not fit
-    after: Estimate | None = None
-    """The estimate with the change; None where it does not fit, or a pipeline runs it."""
+    after: Estimate | None = None  # the estimate with the change; None where it does not fit
     is_setting: bool = False
 
     @property
@@ -74,12 +70,11 @@ class Advice:
     settled: Estimate
     changes: tuple[TriedChange, ...]
     after: Estimate
-    """With all changes that bring something, but for a pipeline; packs of ours are part of it where all that the
-    drop-in makes together brings something on top of settings."""
+    """With all changes that bring something; packs of ours are part of it where all that the drop-in makes together
+    brings something on top of settings."""
     over_settings: Speedup | None = None
     """What packs of ours bring over settings, be it a loss; None if none fit."""
     fitting: tuple[str, ...] = ()
-    plan: Plan | None = None
 
     @property
     def takes_packs(self) -> bool:
@@ -88,7 +83,7 @@ class Advice:
     @property
     def adopted(self) -> tuple[TriedChange, ...]:
         """Changes that bring something, those of packs only where all of them together do."""
-        own = (change for change in self.changes if change.is_setting or change.name == "pipeline" or self.takes_packs)
+        own = (change for change in self.changes if change.is_setting or self.takes_packs)
         return tuple(change for change in own if change.brings)
 
     @property
@@ -97,9 +92,9 @@ class Advice:
 
     @property
     def beyond(self) -> Speedup:
-        """What packs of ours and a pipeline bring on top of settings."""
+        """What packs of ours bring on top of settings."""
         count = sum(not change.is_setting for change in self.adopted)
-        return self._from(self.settled, self.after if self.takes_packs else self.settled, count) * self._pipeline
+        return self._from(self.settled, self.after if self.takes_packs else self.settled, count)
 
     @property
     def replaced(self) -> tuple[TriedChange, ...]:
@@ -110,11 +105,11 @@ class Advice:
     @property
     def whole(self) -> Speedup:
         """What all changes that bring something bring together."""
-        return self._from(self.today, self.after, len(self.adopted)) * self._pipeline
+        return self._from(self.today, self.after, len(self.adopted))
 
     @property
     def causes(self) -> list[tuple[str, float, float, float]]:
-        """Each cause with its share of today's time: today, with settings alone, with all changes but a pipeline."""
+        """Each cause with its share of today's time: today, with settings alone, with all changes."""
         today, estimates = float(self.today.sample_seconds.mean()), (self.today, self.settled, self.after)
         shrunk = [float(estimate.sample_seconds.mean()) / today for estimate in estimates]
         shares = [estimate.shares for estimate in estimates]
@@ -125,24 +120,17 @@ class Advice:
     def _from(self, before: Estimate, after: Estimate, changes: int) -> Speedup:
         return Speedup() if after is before else Speedup.of(before, after, changes=changes)
 
-    @property
-    def _pipeline(self) -> Speedup:
-        return next((change.gain for change in self.adopted if change.gain and change.name == "pipeline"), Speedup())
 
-
-def advise(scenario: Scenario, today: Recipe, *, with_pipeline: bool = False, must_fit: bool = True) -> Advice:
-    """Estimate the present recipe, which need only fit without a pipeline, and what changes would bring."""
+def advise(scenario: Scenario, today: Recipe, *, must_fit: bool = True) -> Advice:
+    """Estimate the present recipe, and what changes would bring."""
     now = scenario.estimate(today)
-    helps, plan = what_fits(now), None
-    if must_fit and not with_pipeline:
+    helps = what_fits(now)
+    if must_fit:
         refuse_impossible(now, helps)
     settings = _settings(now)
     packs, over_settings = _packs(now, settings.current)
     changes = [*(replace(change, is_setting=True) for change in settings.changes), *packs.changes]
-    if with_pipeline:
-        change, plan = _pipeline(scenario, packs.current)
-        changes.append(change)
-    return Advice(now, settings.current, tuple(changes), packs.current, over_settings, helps, plan)
+    return Advice(now, settings.current, tuple(changes), packs.current, over_settings, helps)
 
 
 class _Search:
@@ -362,25 +350,6 @@ def _fastest(scenario: Scenario, recipes: list[Recipe], present: Recipe, *, leas
     least = min(found.sample_seconds.mean() for found in fitting)
     fast = [found for found in fitting if found.sample_seconds.mean() <= ALIKE * least]
     return min(fast, key=lambda found: abs(np.log(found.recipe.micro_batches / present.micro_batches)))
-
-
-def _pipeline(scenario: Scenario, current: Estimate) -> tuple[TriedChange, Plan | None]:
-    """The fastest pipeline that the planner finds for as many samples a step, and its plan; None where none fits."""
-    from omnibal.planner import PlanRequest, make_plan  # its loops are compiled, which no other advice needs
-
-    request = PlanRequest(cluster=scenario.cluster, global_batch=scenario.samples_per_step, schedule="auto")
-    try:
-        plan = make_plan(scenario.profile, scenario.lengths, request).plan
-    except InfeasibleError as refusal:
-        return TriedChange("pipeline", f"none fits: {refusal}"), None
-    predicted = plan.predicted
-    assert predicted is not None, "a made plan is predicted"
-    seconds = predicted.step_seconds * scenario.cluster.num_devices / predicted.samples_per_step
-    factor = float(current.sample_seconds.mean()) / seconds
-    spread = float(current.sample_seconds.std(ddof=1)) / seconds
-    detail = f"{plan.layout}, {plan.schedule}, {plan.micro_batches} packs of a replica"
-    error = float(np.hypot(DEVIATIONS * spread, MODEL_ERROR * factor))
-    return TriedChange("pipeline", detail, Speedup(factor, error)), plan
 
 
 def count_of(number: int, name: str) -> str:

@@ -287,7 +287,7 @@ def refuse_impossible(now: Estimate, helps: tuple[str, ...]) -> None:
         f"the present batch must fit a device's {bytes_in_words(memory.budget_bytes)}, got {bytes_in_words(held)} on "
         f"the mean rank ({missing} too many, {before} of it before any sample); which is wrong: the batch of "
         f"{recipe.batch}, {recipe.sharding}, recomputation {recipe.recompute!r}, what is frozen, the optimizer, or the "
-        f"cluster?{would}; --pipeline plans another way, --layouts weighs all"
+        f"cluster?{would}; --layouts weighs pipelines and others"
     )
 
 

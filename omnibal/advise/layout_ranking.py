@@ -16,7 +16,7 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 
 from omnibal.advise.estimate import Scenario
-from omnibal.cluster import Cluster, Encoder, Layout, Links
+from omnibal.cluster import Cluster, Encoder, Layout
 from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.families.base import encoder_layers
@@ -88,24 +88,24 @@ class LayoutRanking:
 
     def layouts_of(self, kind: PipelineKind) -> Iterator[tuple[Layout, int, Level]]:
         """Every layout of a kind other than units, with micro-batches and what a spread encoder recomputes."""
-        degrees, devices = degrees_within(self._cluster), self._cluster.num_devices
-        found = list[tuple[Layout, Level]]()
+        degrees, devices = degrees_within(self.scenario.cluster), self.scenario.cluster.num_devices
+        found, num_layers = list[tuple[Layout, Level]](), len(self.scenario.profile.layers)
         if kind == "spread":
             for language, encoder in product(degrees, degrees):
                 if encoder <= language and devices % encoder == 0 and self.counts(encoder, language):
                     spread = Encoder(0, devices // encoder, encoder, "spread")
-                    layouts = self._pipelines(language, self.num_layers - self.border)
+                    layouts = self._pipelines(language, num_layers - self.border)
                     found += product((replace(layout, encoder=spread) for layout in layouts), LEVELS_TRIED)
         else:
             for degree in [1] if kind == "pipeline" else degrees[1:]:
                 if self.counts(degree, degree):
-                    found += [(layout, "none") for layout in self._pipelines(degree, self.num_layers)]
+                    found += [(layout, "none") for layout in self._pipelines(degree, num_layers)]
         for layout, level in found:
             yield from ((layout, micro_batches, level) for micro_batches in self.micro_batches(layout))
 
     def _pipelines(self, degree: int, most_stages: int) -> Iterator[Layout]:
         """Pipelines on all devices, of every number of stages that divides them."""
-        ranks, left = divmod(self._cluster.num_devices, degree)
+        ranks, left = divmod(self.scenario.cluster.num_devices, degree)
         # One stage on one device is no pipeline but data parallelism, which is weighed as ZeRO.
         for stages in range(2 if degree == 1 else 1, min(ranks, most_stages, MOST_STAGES) + 1):
             if left == 0 and ranks % stages == 0 and self.num_stages in (None, stages):
@@ -113,7 +113,7 @@ class LayoutRanking:
 
     def _units(self, missing: list[int]) -> Iterator[tuple[Layout, int, Level]]:
         """DistTrain's allocations for packs of several sizes, each part with and without recomputation."""
-        degrees, devices = degrees_within(self._cluster), self._cluster.num_devices
+        degrees, devices = degrees_within(self.scenario.cluster), self.scenario.cluster.num_devices
         counted = {degree: counts for degree in degrees if (counts := self.counts(degree, degree))}
         if counted[1][0].seconds == 0:  # text alone leaves an encoder's devices idle
             return
@@ -136,7 +136,7 @@ class LayoutRanking:
                 own = Encoder(encoder.num_stages, encoder.num_replicas, encoder.num_tensor)
                 stages = own.num_stages + language.num_stages
                 layout = self.layout(stages, language.num_replicas, language.num_tensor, own)
-                if self.num_stages in (None, stages) and units_can_be(layout, self._cluster):
+                if self.num_stages in (None, stages) and units_can_be(layout, self.scenario.cluster):
                     for count in self.micro_batches(layout):
                         if count * layout.num_replicas % own.num_replicas == 0:
                             yield layout, count, "none"
@@ -146,25 +146,19 @@ class LayoutRanking:
         assert counts is not None, "layouts are made of degrees that were counted"
         return self._formula.seconds(*counts, layout, micro_batches, level)
 
-    @property
-    def _cluster(self) -> Cluster:
-        return self.scenario.cluster
-
     @cached_property
     def request(self) -> PlanRequest:
-        return PlanRequest(cluster=self._cluster, global_batch=self.scenario.samples_per_step, schedule="auto")
+        return PlanRequest(cluster=self.scenario.cluster, global_batch=self.scenario.samples_per_step, schedule="auto")
 
     @cached_property
     def _formula(self) -> StepFormula:
         per_step, seconds = self.scenario.samples_per_step, self.scenario.alone[0].sum(axis=1)
         longest = float(seconds.reshape(-1, per_step).max(axis=1).mean() / seconds.mean())
         # The memory of a device without its head room and what it holds beside the model.
-        room = min(self.request.budgets(Layout(self._cluster.num_devices))) - self._cluster.overhead_bytes
-        return StepFormula(self._cluster, per_step, longest, room)
-
-    @cached_property
-    def num_layers(self) -> int:
-        return len(self.scenario.profile.layers)
+        room = (
+            min(self.request.budgets(Layout(self.scenario.cluster.num_devices))) - self.scenario.cluster.overhead_bytes
+        )
+        return StepFormula(self.scenario.cluster, per_step, longest, room)
 
     @cached_property
     def border(self) -> int:
@@ -333,7 +327,6 @@ class StepFormula:
     samples_per_step: int
     largest_sample: float  # seconds of the longest sample of a step over those of a mean one
     room: float  # bytes of a device for the model and what it keeps
-    _known_links: dict[Layout, Links] = field(default_factory=dict)
 
     def seconds(
         self, vision: PartCounts, language: PartCounts, layout: Layout, micro_batches: int, level: Level
@@ -387,21 +380,18 @@ class StepFormula:
         return max(self.largest_sample / samples, 1.0)
 
     def _transfer(self, part: PartCounts, layout: Layout, samples: float) -> float:
-        return samples * part.sent / self._links(layout).bandwidth_bytes_per_second if layout.num_stages > 1 else 0.0
+        if layout.num_stages == 1:
+            return 0.0
+        return samples * part.sent / self.cluster.links_of(layout).bandwidth_bytes_per_second
 
     def _sums(self, part: PartCounts, layout: Layout, seconds: float) -> float:
         """Seconds of the optimizer, of sums of gradients, and of updated weights coming back, that nothing hides."""
         update = part.update / (layout.num_stages * layout.num_replicas)
         if layout.num_replicas == 1:
             return update
-        once = part.gradients / (layout.num_stages * self._links(layout).between_replicas)
+        once = part.gradients / (layout.num_stages * self.cluster.links_of(layout).between_replicas)
         # Weights come beside the first forward pass, a third of a micro-batch; gradients go beside the last backward.
         return update + max(once - seconds / 3, 0) + max(once - seconds * 2 / 3, 0)
-
-    def _links(self, layout: Layout) -> Links:
-        if layout not in self._known_links:
-            self._known_links[layout] = self.cluster.links_of(layout)
-        return self._known_links[layout]
 
 
 def _in_flight(num_stages: int, micro_batches: int) -> FloatArray:

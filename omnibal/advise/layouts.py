@@ -68,8 +68,6 @@ class WeighedLayout:
     """Samples a second if nothing were computed while ranks communicate; None where hiding is not assumed."""
     plan: Plan | None = None
     recipe: Recipe | None = None
-    waits: Mapping[str, float] = field(default_factory=dict)
-    """Shares of all devices' time that ranks wait for each encoder's phases and for the LLM's; of ZeRO alone."""
     recomputed: float = 0.0  # share of the layers that recompute, under data parallelism
 
     @property
@@ -269,14 +267,13 @@ class Weighing:
         spent = without + share * (full - without)
         of_cause = dict(zip(self.scenario.causes, spent.tolist(), strict=True))
         useful, recomputed = of_cause["useful"] + of_cause["padding"], of_cause["recomputation"]
-        waits = {cause: of_cause[cause] for cause in self.scenario.waits_for.values()}
+        waited = sum(of_cause[cause] for cause in self.scenario.waits_for.values())
         sent = hidden = of_cause["communication"]
         if rearranged:
             # Each phase gets an even division of its own. Images are few and large, so that some of a phase's waits
             # stay; then features go to their samples' ranks, and their gradients back.
-            waits = self._rearranged_waits
+            waited = self._rearranged_waits
             sent += self._exchange_seconds
-        waited = sum(waits.values())
         whole = useful + waited + recomputed + sent
         # What is sent does not depend on what recomputes.
         costs = [phase_seconds(self.scenario.profile, batches.loads) for batches in kept.batches]
@@ -298,27 +295,26 @@ class Weighing:
             shares={cause: seconds / whole for cause, seconds in shares.items()},
             unhidden_samples_per_second=devices / openly,
             recipe=recipe,
-            waits={cause: seconds / whole for cause, seconds in waits.items()},
             recomputed=share,
         )
 
     @cached_property
-    def _rearranged_waits(self) -> dict[str, float]:
-        """Device seconds per sample that ranks wait where every part's samples are dealt longest first, by cause."""
+    def _rearranged_waits(self) -> float:
+        """Device seconds per sample that ranks wait where every part's samples are dealt longest first."""
         devices, per_step = self._cluster.num_devices, self.scenario.samples_per_step
         steps = [
             alone[begin : begin + per_step]
             for alone in self.scenario.alone
             for begin in range(0, len(alone) - per_step + 1, per_step)
         ]
-        waits = dict.fromkeys(self.scenario.waits_for.values(), 0.0)
-        for part, cause in enumerate(self.scenario.waits_for.values()):
+        waited = 0.0
+        for part in range(len(self.scenario.waits_for)):
             for step in steps:
                 loads = np.zeros(devices)
                 for seconds in np.sort(step[:, part])[::-1]:
                     loads[loads.argmin()] += seconds
-                waits[cause] += float((loads.max() - loads).sum()) / per_step / len(steps)
-        return waits
+                waited += float((loads.max() - loads).sum()) / per_step / len(steps)
+        return waited
 
     @cached_property
     def _exchange_seconds(self) -> float:

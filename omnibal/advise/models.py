@@ -24,7 +24,6 @@ from omnibal.profile.records import ModelProfile
 from omnibal.records import read_json
 
 DEFAULT_TILES: Final = 12  # of an image, under the published folders of InternVL
-MOST_TILES: Final = 1024  # of an image: a larger number is meant as pixels
 PREPROCESSORS: Final = ("preprocessor_config.json", "processor_config.json")
 VIDEO_PROCESSOR: Final = "video_preprocessor_config.json"
 
@@ -70,11 +69,6 @@ class Model:
         if most is None:
             return family.images(self.config, preprocessor)[1]
         if family.tile_limits is not None:
-            if most > MOST_TILES:
-                raise ConfigError(
-                    f"max_image must be at most {MOST_TILES:,} tiles for {self.name}, which cuts images, got {most}; "
-                    "pixels are of models that resize them"
-                )
             return family.images(self.config, preprocessor, max_tiles=most)[1]
         if "longest_edge" not in preprocessor["size"]:
             raise ConfigError(f"max_image must be left out for {self.name}, which has no such limit, got {most}")
@@ -171,26 +165,19 @@ def adapted_profile(
     """
 
     def adapted(record: LayerRecord) -> LayerRecord:
-        own, adapters, ranks = record.sizes["parameters"], 0, 0
+        sizes, adapters, products = record.sizes, 0, 0
         if record.kind == "decoder_block":
-            adapters, ranks = adapter_parameters(record.sizes, rank), (4 if "experts" in record.sizes else 7) * rank
-        sizes = {"parameters": own + adapters, "untrained": own, "adapters": adapters, "adapter_ranks": ranks}
-        return replace(record, sizes={**record.sizes, **sizes})
+            hidden, query, key_value = sizes["hidden"], *(sizes[n] * sizes["head_dim"] for n in ("heads", "kv_heads"))
+            # Queries, attention's output; keys, values; the MLP's three, but for experts, which peft leaves as they
+            # are: transformers has all of them as one parameter.
+            has_mlp = "experts" not in sizes
+            mlp = 3 * (hidden + sizes["intermediate"]) if has_mlp else 0
+            adapters, products = rank * (2 * (hidden + query) + 2 * (hidden + key_value) + mlp), 4 + 3 * has_mlp
+        own = sizes["parameters"]
+        trained = {"parameters": own + adapters, "untrained": own, "adapters": adapters}
+        return replace(record, sizes={**sizes, **trained, "adapter_ranks": products * rank})
 
     return analytic_profile(list(map(adapted, records)), device, tensor_parallel=tensor_parallel)
-
-
-def adapter_parameters(sizes: Mapping[str, int], rank: int) -> int:
-    """Parameters of adapters on all seven products of a decoder block, or on the four of its attention beside experts.
-
-    >>> adapter_parameters({"hidden": 8, "intermediate": 16, "heads": 2, "kv_heads": 1, "head_dim": 4}, 2)
-    256
-    """
-    hidden, query, key_value = sizes["hidden"], *(sizes[name] * sizes["head_dim"] for name in ("heads", "kv_heads"))
-    # peft leaves experts as they are, which transformers has as one parameter of all of them
-    mlp = 0 if "experts" in sizes else 3 * (hidden + sizes["intermediate"])
-    # queries, attention's output; keys, values; the MLP's three
-    return rank * (2 * (hidden + query) + 2 * (hidden + key_value) + mlp)
 
 
 def _plain(name: str) -> str:

@@ -95,20 +95,14 @@ class Question:
         text, folder = " ".join(map(str, paths)), str(known.folder or cls.model_path)
         return cls(measured, known, cluster, present, costs, text, folder)
 
-    def answer(self, *, with_pipeline: bool = False, must_fit: bool = True) -> Advice:
+    def answer(self, *, must_fit: bool = True) -> Advice:
         """Where the time goes, and what would bring how much.
 
-        Args:
-            with_pipeline: Whether a pipeline is planned too; today's recipe need not fit then.
-            must_fit: Whether today's recipe must fit where no pipeline is planned.
-
         Raises:
-            InfeasibleError: Today's mean rank needs more memory than there is.
+            InfeasibleError: Today's mean rank needs more memory than there is, and ``must_fit``.
         """
-        if with_pipeline and self.scenario.hears:
-            raise ConfigError(f"model must be one without sounds to plan a pipeline of, got {self.model.name}")
         try:
-            return advise(self.scenario, self.recipe, with_pipeline=with_pipeline, must_fit=must_fit)
+            return advise(self.scenario, self.recipe, must_fit=must_fit)
         except InfeasibleError as refusal:
             if not self.measured.images:
                 raise

@@ -71,7 +71,6 @@ CostsOption = Annotated[
         "metrics.jsonl, or a trainer's omnibal_calibration.json).",
     ),
 ]
-PipelineOption = Annotated[bool, typer.Option("--pipeline", help="Plan a pipeline too: takes a minute.")]
 LayoutsOption = Annotated[
     bool,
     typer.Option(
@@ -94,7 +93,6 @@ def advise(
     images: ImagesOption = None,
     max_image: MaxImageOption = None,
     costs: CostsOption = None,
-    pipeline: PipelineOption = False,
     layouts: LayoutsOption = False,
     plot: PlotOption = None,
     as_json: JsonOption = False,
@@ -131,7 +129,7 @@ def advise(
         data, machines, own.over(read_today(today)), model=model, images=images, max_image=max_image,
         costs=_read_costs(costs),
     )  # fmt: skip
-    report = Report(question, question.answer(with_pipeline=pipeline, must_fit=not layouts))
+    report = Report(question, question.answer(must_fit=not layouts))
     weighed = _weigh(question, report.advice) if layouts else None
     if plot is not None and plot.suffix.lower() == ".html":
         write_advice_page(report, plot, weighed)

@@ -115,10 +115,7 @@ class Report:
         found.append(f"today: {today.samples_per_second:,.1f} samples/s, of their time {shares}")
         found.append("each step on top of the last that brings something; 0 are your trainer's settings")
         # Changes that are parts of packs say nothing by themselves if packs as a whole bring nothing.
-        own = [
-            change for change in advice.changes
-            if not change.is_setting and (advice.takes_packs or change.name == "pipeline")
-        ]  # fmt: skip
+        own = [change for change in advice.changes if not change.is_setting and advice.takes_packs]
         found += [f"0. {self._said(change)}" for change in advice.changes if change.is_setting]
         found += [f"{number}. {self._said(change)}" for number, change in enumerate(own, start=1)]
         return found + ([self._limits(self.proposal)] if self.proposal is not None else [])
@@ -151,12 +148,9 @@ class Report:
         advice, asked = self.advice, self.question
         measured = asked.measured.is_whole
         kind: DataKind = "lengths" if measured else "stream" if asked.measured.is_stream else "annotations"
-        names = {"data": asked.data, "model": asked.model_path}
-        found = lines_to_paste(advice, asked.present, asked.cluster, self.proposal, **names, kind=kind)
-        if advice.plan is not None:
-            names["data"] = "train.json" if measured else asked.data  # lengths are nothing to train on
-            found += pipeline_lines(advice.plan, asked.present, **names)
-        return found
+        return lines_to_paste(
+            advice, asked.present, asked.cluster, self.proposal, data=asked.data, model=asked.model_path, kind=kind
+        )
 
     def to_record(self) -> dict[str, Any]:
         advice, asked = self.advice, self.question

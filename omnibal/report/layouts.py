@@ -112,7 +112,7 @@ class LayoutReport:
                     "kind": each.kind, "layout": each.layout, "micro_batches": each.micro_batches,
                     "samples_per_second": each.samples_per_second, "times_today": self._times_today(each),
                     "unhidden_samples_per_second": each.unhidden_samples_per_second, "peak_bytes": each.peak_bytes,
-                    "runs_today": each.runs_today, "shares": dict(each.shares), "waits": dict(each.waits),
+                    "runs_today": each.runs_today, "shares": dict(each.shares),
                 }
                 for each in answer.candidates
             ],

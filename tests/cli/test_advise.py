@@ -275,7 +275,7 @@ def test_even_samples_are_left_as_they_are(omnibal, tmp_path, no_recompute):
         (("--model", "Qwen2.5-VL-7B"), "must be of Qwen2.5-VL-7B, with 4 patches for each image token, got sample"),
         (("--model", "LLaVA-1.5-7B"), "must be of LLaVA-1.5-7B, with 576 LLM tokens for each tile, got sample"),
         (("--today", "ddp", "--batch", "4"), "which is wrong: the batch of 4, ddp, recomputation 'full', what is"),
-        (("--today", "ddp", "--batch", "4"), "; what would fit: zero1 in place of ddp, or LoRA of rank 16; --pipeline"),
+        (("--today", "ddp", "--batch", "4"), "; what would fit: zero1 in place of ddp, or LoRA of rank 16; --layouts"),
         (("--cluster", "A100-80GB", "--layouts"), "at least 2 devices for layouts to differ, got A100-80GB"),
         (("--plot", "a.pdf"), "--plot must end in .png or .html, got a.pdf"),
     ],

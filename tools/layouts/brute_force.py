@@ -100,7 +100,7 @@ def every_layout(ranking: LayoutRanking, kind: PipelineKind) -> Iterator[RankedL
 
 
 def _units(ranking: LayoutRanking) -> Iterator[tuple[Layout, int, str]]:
-    cluster, border, num_layers = ranking.scenario.cluster, ranking.border, ranking.num_layers
+    cluster, border, num_layers = ranking.scenario.cluster, ranking.border, len(ranking.scenario.profile.layers)
     degrees = [degree for degree in layout_ranking.degrees_within(cluster) if degree <= MOST_RANKS]
 
     def parts(most: int, layers: int) -> Iterator[tuple[int, int, int]]:
