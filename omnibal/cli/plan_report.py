@@ -215,15 +215,9 @@ def trial_row(name: str, trial: Trial) -> Row:
     stages = () if predicted is None else predicted.stages
     return {
         "name": name,
-        "boundaries": plan.partition.boundaries,
-        "micro_batches": plan.micro_batches,
-        "recomputed": [
-            sum(level != "none" for level in plan.recompute[a:b]) for a, b in pairwise(plan.partition.boundaries)
-        ],
         "measured_seconds": None if trial.error else trial.median_seconds,
         "predicted_seconds": None if predicted is None else predicted.step_seconds,
         "predicted_for": None if plan.cluster is None else plan.cluster.device.name,
-        "samples_per_step": None if predicted is None else predicted.samples_per_step,
         "peak_bytes": trial.peak_bytes,
         "predicted_bytes": [stage.memory.total - stage.memory.overhead for stage in stages],
         "outcome": _outcome(trial),
