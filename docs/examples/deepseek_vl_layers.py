@@ -7,7 +7,7 @@ from torch import nn
 from transformers import DeepseekVLForConditionalGeneration
 
 from omnibal.vlm import Payload, VisionLanguageModel
-from omnibal.vlm.layers import LayerRecipe, skeleton_of
+from omnibal.vlm.layers import LayerRecipe, PartsLayer, skeleton_of
 from omnibal.vlm.text import text_recipes
 from omnibal.vlm.tiled import PatchEmbedding, VisionBlock
 
@@ -15,9 +15,7 @@ from omnibal.vlm.tiled import PatchEmbedding, VisionBlock
 class LastBlock(VisionBlock):
     """The ViT's last block, with its norm."""
 
-    def __init__(self, config: Any, block: nn.Module, norm: nn.Module) -> None:
-        super().__init__(config, block)
-        self.norm = norm
+    norm: nn.Module
 
     def forward(self, payload: Payload) -> Payload:
         """From (tiles, patches, width) to the same."""
@@ -25,12 +23,10 @@ class LastBlock(VisionBlock):
         return payload.replace(hidden=self.norm(payload.hidden))
 
 
-class Aligner(nn.Module):
+class Aligner(PartsLayer):
     """What makes of the ViT's output something that the language model reads."""
 
-    def __init__(self, config: Any, aligner: nn.Module) -> None:
-        super().__init__()
-        self.aligner = aligner
+    aligner: nn.Module
 
     def forward(self, payload: Payload) -> Payload:
         """From (tiles, patches, vision width) to (image tokens, language model's width)."""

@@ -38,6 +38,16 @@ class LayerRecipe:
     parts: Mapping[str, str]
 
 
+class PartsLayer(nn.Module):
+    """A pipeline layer whose parts of the Hugging Face model are its attributes, by the names of its recipe."""
+
+    def __init__(self, config: Any, **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.config = config
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
 class VisionLanguageModel:
     """A Hugging Face vision-language model as a list of pipeline layers.
 

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import numpy as np
@@ -48,6 +49,7 @@ class Timing:
 
 
 Outputs = Tensor | Sequence[Tensor]
+T = TypeVar("T")
 
 
 def time_passes(
@@ -62,24 +64,23 @@ def time_passes(
 def _one_pass(
     forward: Callable[[], Outputs], weights: Callable[[], object], device: torch.device
 ) -> tuple[float, float, float]:
-    # Before each clock is read the device has caught up. Gradients accumulate from pass to pass, as within a step.
-    _wait(device)
-    start = time.perf_counter()
-    outputs = forward()
-    _wait(device)
-    middle = time.perf_counter()
+    # Gradients accumulate from pass to pass, as within a step.
+    outputs, forward_seconds = _timed(forward, device)
     trained = [output for output in tensors_in(outputs) if output.requires_grad]
     if not trained:  # no backward pass
-        return middle - start, 0.0, 0.0
+        return forward_seconds, 0.0, 0.0
     gradients = [torch.ones_like(output) for output in trained]
+    _, backward_seconds = _timed(partial(torch.autograd.backward, trained, gradients), device)
+    return forward_seconds, backward_seconds, _timed(weights, device)[1]
+
+
+def _timed(work: Callable[[], T], device: torch.device) -> tuple[T, float]:
+    # Before each clock is read the device has caught up.
     _wait(device)
-    resumed = time.perf_counter()
-    torch.autograd.backward(trained, gradients)
+    start = time.perf_counter()
+    result = work()
     _wait(device)
-    left = time.perf_counter()
-    weights()
-    _wait(device)
-    return middle - start, left - resumed, time.perf_counter() - left
+    return result, time.perf_counter() - start
 
 
 def time_optimizer(parameters: Iterable[nn.Parameter]) -> Timing:
@@ -90,13 +91,8 @@ def time_optimizer(parameters: Iterable[nn.Parameter]) -> Timing:
         return Timing(0.0, 0.0)
     for copy in copies:
         copy.grad = torch.ones_like(copy)
-    optimizer, device, seconds = torch.optim.AdamW(copies), copies[0].device, []
-    for _ in range(WARM_UP + STEPS):
-        _wait(device)
-        start = time.perf_counter()
-        optimizer.step()
-        _wait(device)
-        seconds.append(time.perf_counter() - start)
+    optimizer, device = torch.optim.AdamW(copies), copies[0].device
+    seconds = [_timed(optimizer.step, device)[1] for _ in range(WARM_UP + STEPS)]
     return Timing.of(seconds[WARM_UP:])
 
 

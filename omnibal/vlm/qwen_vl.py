@@ -29,7 +29,7 @@ from omnibal.families import layer_records
 from omnibal.families.base import LayerRecord
 from omnibal.formats.collate import GRIDS, MropeRule
 from omnibal.vlm.attention import ExactRotary, attention_kwargs
-from omnibal.vlm.layers import LayerRecipe, VisionLanguageModel, skeleton_of
+from omnibal.vlm.layers import LayerRecipe, PartsLayer, VisionLanguageModel, skeleton_of
 from omnibal.vlm.payload import PackCounts, Payload, note_counts
 from omnibal.vlm.text import DecoderBlock, text_recipes
 
@@ -99,22 +99,18 @@ _CLASSES = {
 }
 
 
-class QwenPatchEmbedding(nn.Module):
+class QwenPatchEmbedding(PartsLayer):
     """Pixels to patch embeddings, with Qwen3-VL's positions, in the order of Qwen2.5-VL's windows."""
 
-    def __init__(self, config: Any, patch_embed: nn.Module, pos_embed: nn.Embedding | None = None) -> None:
-        super().__init__()
-        self.vision = config.vision_config
-        self.patch_embed = patch_embed
-        if pos_embed is not None:
-            self.pos_embed = pos_embed
+    patch_embed: nn.Module
+    pos_embed: nn.Embedding
 
     def forward(self, payload: Payload) -> Payload:
         """From pixels (patches, values) to (patches, width)."""
         projection: Any = self.patch_embed.proj  # a convolution of windows that do not overlap is one product
         pixels = payload.hidden.to(projection.weight.dtype)
         patches = functional.linear(pixels, projection.weight.flatten(1), projection.bias)
-        places = patch_places(payload, self.vision)
+        places = patch_places(payload, self.config.vision_config)
         if hasattr(self, "pos_embed"):
             patches = patches + self._positions(places.grids, patches)
         if places.window_order is not None:
@@ -131,26 +127,25 @@ class QwenPatchEmbedding(nn.Module):
             num_grid_per_side=int(self.pos_embed.num_embeddings**0.5),
             mode="bilinear",
             align_corners=True,
-            spatial_merge_size=self.vision.spatial_merge_size,
+            spatial_merge_size=self.config.vision_config.spatial_merge_size,
         )
         taps, shares = sent_to(taps, patches.device), sent_to(shares, patches.device)
         positions: Tensor = (self.pos_embed(taps) * shares[..., None]).sum(1)
         return positions.to(patches.dtype)
 
 
-class QwenBlock(nn.Module):
+class QwenBlock(PartsLayer):
     """One block of the ViT, whose patches attend to their whole image."""
 
     in_windows = False
+    block: nn.Module
 
-    def __init__(self, config: Any, block: nn.Module, rotary: nn.Module) -> None:
-        super().__init__()
-        self.vision = config.vision_config
-        self.block = block
+    def __init__(self, config: Any, rotary: nn.Module, **parts: nn.Module) -> None:
+        super().__init__(config, **parts)
         self.rotary = ExactRotary(rotary)
 
     def forward(self, payload: Payload) -> Payload:
-        hidden, places = payload.hidden, patch_places(payload, self.vision)
+        hidden, places = payload.hidden, patch_places(payload, self.config.vision_config)
         if not len(hidden):  # transformers' block cannot take none: one made-up patch gives all weights zero gradients
             one = hidden.new_zeros(1, hidden.shape[1])
             run = self._run(one, places.rows_columns.new_zeros(1, 2), bounds_of([1], hidden.device))
@@ -179,9 +174,7 @@ class WindowBlock(QwenBlock):
 class DeepstackBlock(QwenBlock):
     """A block of Qwen3-VL's ViT whose output enters the language model as well."""
 
-    def __init__(self, config: Any, block: nn.Module, rotary: nn.Module, merger: nn.Module) -> None:
-        super().__init__(config, block, rotary)
-        self.merger = merger
+    merger: nn.Module
 
     def forward(self, payload: Payload) -> Payload:
         """From (patches, width) to the same, and a feature (image tokens, language model's width)."""
@@ -194,17 +187,14 @@ def _feature_name(level: int) -> str:
     return f"deepstack.{level}"  # levels are counted by the depth of their blocks in the ViT
 
 
-class Merger(nn.Module):
+class Merger(PartsLayer):
     """Squares of patches to what the language model reads, in the order of its image tokens."""
 
-    def __init__(self, config: Any, merger: nn.Module) -> None:
-        super().__init__()
-        self.vision = config.vision_config
-        self.merger = merger
+    merger: nn.Module
 
     def forward(self, payload: Payload) -> Payload:
         """From (patches, vision width) to (image tokens, language model's width)."""
-        order = patch_places(payload, self.vision).window_order
+        order = patch_places(payload, self.config.vision_config).window_order
         features: Tensor = self.merger(payload.hidden)
         return payload.replace(hidden=(features if order is None else features[order.argsort()]).contiguous())
 
@@ -212,16 +202,12 @@ class Merger(nn.Module):
 class DeepstackDecoderBlock(DecoderBlock):
     """A decoder layer behind which the next deep-stack feature is added to the image tokens."""
 
-    def __init__(self, config: Any, block: nn.Module, rotary: nn.Module) -> None:
-        super().__init__(config, block, rotary)
-        self.image_token_id: int = config.image_token_id
-
     def forward(self, payload: Payload) -> Payload:
         """From hidden states (1, tokens, width) to the same, with a feature less."""
         payload = super().forward(payload)
         # The first feature is this layer's: features keep the order in which the ViT's blocks made them.
         name, *later = payload.features
-        image = (payload.input_ids == self.image_token_id)[..., None]
+        image = (payload.input_ids == self.config.image_token_id)[..., None]
         added = torch.zeros_like(payload.hidden).masked_scatter(image, payload.features[name].to(payload.hidden.dtype))
         return payload.replace(
             hidden=payload.hidden + added, features={other: payload.features[other] for other in later}

@@ -11,24 +11,21 @@ from omnibal.errors import DataError
 from omnibal.families.base import LayerRecord
 from omnibal.loss import WHOLE, LogitsOf, Vocabulary, evaluation_statistics, summed_loss
 from omnibal.vlm.attention import ExactRotary, attention_kwargs, sample_lengths
-from omnibal.vlm.layers import LayerRecipe
+from omnibal.vlm.layers import LayerRecipe, PartsLayer
 from omnibal.vlm.payload import Payload, counts_of
 from omnibal.vlm.tensor import VocabularyPart, copy_of
 
 
-class TextEmbedding(nn.Module):
+class TextEmbedding(PartsLayer):
     """Embeds the tokens and puts the image features where the image tokens stand."""
 
-    def __init__(self, config: Any, embed_tokens: nn.Embedding) -> None:
-        super().__init__()
-        self.image_token_id: int = config.image_token_id
-        self.embed_tokens = embed_tokens
+    embed_tokens: nn.Embedding
 
     def forward(self, payload: Payload) -> Payload:
         """From features (image_tokens, width) to hidden states (1, tokens, width)."""
         features = payload.hidden
         embedded: Tensor = self.embed_tokens(payload.input_ids)
-        image = payload.input_ids == self.image_token_id
+        image = payload.input_ids == self.config.image_token_id
         # Counts that the host knows spare it a wait for the device.
         counts = counts_of([payload.cu_seq_lens])
         image_tokens = None if counts is None else counts.image_tokens
@@ -59,12 +56,13 @@ class TiedEmbedding(TextEmbedding):
         return _judged(self, payload, partial(functional.linear, weight=weight), list(self.embed_tokens.parameters()))
 
 
-class DecoderBlock(nn.Module):
+class DecoderBlock(PartsLayer):
     """One decoder layer of the language model, over packs."""
 
-    def __init__(self, config: Any, block: nn.Module, rotary: nn.Module) -> None:
-        super().__init__()
-        self.block = block
+    block: nn.Module
+
+    def __init__(self, config: Any, rotary: nn.Module, **parts: nn.Module) -> None:
+        super().__init__(config, **parts)
         self.rotary = ExactRotary(rotary)
 
     def forward(self, payload: Payload) -> Payload:
@@ -78,24 +76,19 @@ class DecoderBlock(nn.Module):
         return payload.replace(hidden=hidden.contiguous())
 
 
-class FinalNorm(nn.Module):
-    def __init__(self, config: Any, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
+class FinalNorm(PartsLayer):
+    norm: nn.Module
 
     def forward(self, payload: Payload) -> Payload:
         return payload.replace(hidden=self.norm(payload.hidden).contiguous())
 
 
-class Head(nn.Module):
+class Head(PartsLayer):
     """The head of a model that does not tie it to its embedding, and the loss."""
 
     at_once = True  # computes its gradients in the forward pass: `omnibal.loss.summed_loss`
     vocabulary: Vocabulary = WHOLE  # tensor ranks have a part of it
-
-    def __init__(self, config: Any, lm_head: nn.Module) -> None:
-        super().__init__()
-        self.lm_head = lm_head
+    lm_head: nn.Module
 
     def forward(self, payload: Payload) -> Payload:
         """From hidden states (1, tokens, width) to the sum of losses (), or when evaluating EVALUATION_STATISTICS."""

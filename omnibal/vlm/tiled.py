@@ -26,7 +26,7 @@ from omnibal.errors import DataError
 from omnibal.families import layer_records
 from omnibal.families.base import ImageRule
 from omnibal.families.tiled import Canvases, Fit, canvases_of
-from omnibal.vlm.layers import LayerRecipe, VisionLanguageModel, skeleton_of
+from omnibal.vlm.layers import LayerRecipe, PartsLayer, VisionLanguageModel, skeleton_of
 from omnibal.vlm.payload import Payload
 from omnibal.vlm.text import text_recipes
 
@@ -49,12 +49,10 @@ class PatchEmbedding(nn.Module):
         return payload.replace(hidden=(hidden if self.norm is None else self.norm(hidden)).contiguous())
 
 
-class VisionBlock(nn.Module):
+class VisionBlock(PartsLayer):
     """One block of the ViT, whose attention covers a tile."""
 
-    def __init__(self, config: Any, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
+    block: nn.Module
 
     def forward(self, payload: Payload) -> Payload:
         if not len(payload.hidden):  # transformers' attention cannot shape it
@@ -63,10 +61,8 @@ class VisionBlock(nn.Module):
         return payload.replace(hidden=self.block(payload.hidden, attention_mask=None).contiguous())
 
 
-class InternVLBlock(nn.Module):
-    def __init__(self, config: Any, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
+class InternVLBlock(PartsLayer):
+    block: nn.Module
 
     def forward(self, payload: Payload) -> Payload:
         return payload.replace(hidden=self.block(payload.hidden).contiguous())
@@ -81,17 +77,15 @@ def pixel_shuffle(patches: Tensor, factor: int) -> Tensor:
     return squares.transpose(2, 3).reshape(tiles, area // factor**2, factor**2 * width)
 
 
-class Projector(nn.Module):
+class Projector(PartsLayer):
     """From patches to what the language model reads."""
 
-    def __init__(self, config: Any, projector: nn.Module) -> None:
-        super().__init__()
-        self.dropped = int(config.vision_feature_select_strategy == "default")  # CLIP's class token
-        self.projector = projector
+    projector: nn.Module
 
     def forward(self, payload: Payload) -> Payload:
         """From (tiles, tokens_per_tile, vision width) to (image tokens, language model's width)."""
-        features = self.projector(payload.hidden[:, self.dropped :])
+        dropped = int(self.config.vision_feature_select_strategy == "default")  # CLIP's class token
+        features = self.projector(payload.hidden[:, dropped:])
         return payload.replace(hidden=self.arranged(features, payload).contiguous())
 
     def arranged(self, features: Tensor, payload: Payload) -> Tensor:
@@ -99,24 +93,22 @@ class Projector(nn.Module):
         return features.flatten(0, 1)
 
 
-class InternVLProjector(nn.Module):
-    def __init__(self, config: Any, projector: nn.Module) -> None:
-        super().__init__()
-        self.shuffle = round(1 / config.downsample_ratio)
-        self.projector = projector
+class InternVLProjector(PartsLayer):
+    projector: nn.Module
 
     def forward(self, payload: Payload) -> Payload:
         # The class token is dropped, as by transformers' vision_feature_select_strategy "default".
-        features = self.projector(pixel_shuffle(payload.hidden[:, 1:], self.shuffle)).flatten(0, 1)
-        return payload.replace(hidden=features.contiguous())
+        shuffled = pixel_shuffle(payload.hidden[:, 1:], round(1 / self.config.downsample_ratio))
+        return payload.replace(hidden=self.projector(shuffled).flatten(0, 1).contiguous())
 
 
 class CanvasProjector(Projector):
     """Joins an image's projected tiles to one picture without padding, each of whose rows ``newline`` ends."""
 
-    def __init__(self, config: Any, projector: nn.Module, newline: nn.Parameter) -> None:
-        super().__init__(config, projector)
-        self.newline = newline
+    newline: nn.Parameter
+
+    def __init__(self, config: Any, **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__(config, **parts)
         self.canvases = canvases_of(config.to_dict())
 
     def arranged(self, features: Tensor, payload: Payload) -> Tensor:
