@@ -27,8 +27,9 @@ from omnibal.engine.samples import CheckedSamples, PipelineStreamFeed, SampleRul
 from omnibal.errors import ConfigError, DataError, OmnibalError, message_alone
 from omnibal.feeds.buffer import StreamSettings
 from omnibal.feeds.buffer_plan import buffer_of
-from omnibal.feeds.feed import EpochFeed, Feed, Share
+from omnibal.feeds.feed import EpochFeed, Share
 from omnibal.feeds.sampler import BalancedBatchSampler
+from omnibal.feeds.stream import StreamFeed
 from omnibal.formats.collate import IGNORED
 from omnibal.formats.conversations import ConversationDataset
 from omnibal.plan import Plan
@@ -51,7 +52,7 @@ class Loader:
     ``left_out`` are samples that could not be read so far, and why; the same on all ranks.
     """
 
-    def __init__(self, feed: Feed, reader: PackReader, dataset: VlmDataset | None = None) -> None:
+    def __init__(self, feed: EpochFeed | StreamFeed, reader: PackReader, dataset: VlmDataset | None = None) -> None:
         self.feed, self._reader, self._dataset = feed, reader, dataset
         self.micro_batches = feed.micro_batches
         self.left_out: dict[int, str] = {}

@@ -1,9 +1,9 @@
-"""What gives steps of packs: the record of a step, the protocol of its sources, and the source for epochs.
+"""What gives steps of packs as one rank reads them: the feeds of all ranks agree on every step.
 
 An epoch, a mixture and a stream differ in where packs come from, not in what a host's loader does with them:
 
     samples with an index ── BalancedBatchSampler ── EpochFeed ──┐
-    (an epoch or a mixture)                                      ├── Feed.step() ── the loader of a host
+    (an epoch or a mixture)                                      ├── step() ── the loader of a host
     samples that arrive ──── SampleBuffer ────────── StreamFeed ─┘
 """
 
@@ -12,38 +12,13 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import copy
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from omnibal.data.epoch import Step
-from omnibal.data.limits import PackLimits
 from omnibal.feeds.sampler import BalancedBatchSampler
 
 Made = TypeVar("Made")
 _END: Final = object()
-
-
-class Feed(Protocol):
-    """A source of steps, as one rank reads it; the feeds of all ranks agree on every step."""
-
-    limits: PackLimits
-    num_replicas: int
-    rank: int
-    micro_batches: int
-
-    def step(self) -> tuple[Step, list[Any]] | None:
-        """The next step and this rank's packs of it; None, once, at the end of a stream's pass."""
-
-    def steps_left(self, epochs: int | None = None) -> int:
-        """Steps to the end of epoch ``epochs - 1``, by default of the next step's epoch; of a stream, of the run."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position behind the last step that ``step`` gave, whatever was read ahead."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next ``step`` be the one behind a position."""
-
-    def summary(self) -> dict[str, str]:
-        """What is trained on, in words, by their names."""
 
 
 class Share(NamedTuple):
@@ -121,7 +96,10 @@ class EpochFeed:
         return self.sampler.step_without(step.index, samples)
 
     def steps_left(self, epochs: int | None = None) -> int:
-        """See ``Feed.steps_left``; counting later epochs costs as much as ``BalancedBatchSampler.steps_of``."""
+        """Steps to the end of epoch ``epochs - 1``, by default of the next step's epoch.
+
+        Counting later epochs costs as much as ``BalancedBatchSampler.steps_of``.
+        """
         sampler = self.sampler
         left = sampler.epoch_steps - self._steps_done
         if epochs is None:

@@ -106,14 +106,14 @@ class ItemCollator(SampleCollator):
 
     def __init__(
         self,
-        collate: Callable[[list[Any]], Any],
+        collate: Collator,
         measure: Callable[[Any], Loads],
         lengths: SampleLengths | None = None,
         *,
         absorb: bool = False,
     ) -> None:
-        super().__init__(lengths, absorb=absorb)
-        self._collate, self._measure = collate, measure
+        super().__init__(collate, lengths, absorb=absorb)
+        self._measure = measure
 
     def sample(self, item: Any) -> Any:
         return item

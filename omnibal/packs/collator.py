@@ -125,14 +125,22 @@ def _four_rows(rule: MropeRule, ids: Tensor, sample: Mapping[str, Any]) -> Tenso
 class SampleCollator(ABC):
     """Makes packs of samples that are read one by one: subclasses say how an item becomes a sample, and samples a pack.
 
-    Samples of other ``lengths`` than the packs were planned with are refused, or with ``absorb`` trained all the same,
-    as far as ranks stay alike; without lengths any samples are taken.
+    Args:
+        collate: The host's, of a list of items.
+        lengths: Those that the packs were planned with, to refuse other samples; None to take any.
+        absorb: Whether samples of other lengths are trained all the same, as far as ranks stay alike.
+        arguments: Names that the model takes, where they are known.
     """
 
-    _arguments: frozenset[str] | None = None
-    """Names that the model takes, where they are known."""
-
-    def __init__(self, lengths: SampleLengths | None = None, *, absorb: bool = False) -> None:
+    def __init__(
+        self,
+        collate: Collator,
+        lengths: SampleLengths | None = None,
+        *,
+        absorb: bool = False,
+        arguments: frozenset[str] | None = None,
+    ) -> None:
+        self._collate, self._arguments = collate, arguments
         self._planned = None if lengths is None else PlannedLoads(lengths, absorb=absorb)
 
     @abstractmethod
@@ -174,8 +182,7 @@ class PackCollator(SampleCollator):
     Args:
         collate: From a list of items to tensors, ``input_ids`` and ``labels`` (1, tokens) among them; what
             ``attention_mask`` marks as padding is cut off.
-        lengths: Vision units and tokens that the packs were planned with, to refuse other samples; None to take any.
-        absorb: Whether samples of other lengths are trained all the same, as far as ranks stay alike.
+        lengths: See `SampleCollator`, as for ``absorb``.
         arguments: Names that the model takes: tensors under other names are dropped, as the model would ignore them.
         further: Names of tensors that samples have beside those of images, for encoders of a ``RearrangedModel``.
     """
@@ -190,8 +197,8 @@ class PackCollator(SampleCollator):
         arguments: frozenset[str] | None = None,
         further: Iterable[str] = (),
     ) -> None:
-        super().__init__(lengths, absorb=absorb)
-        self._collate, self._positions, self._arguments, self._further = collate, positions, arguments, {*further}
+        super().__init__(collate, lengths, absorb=absorb, arguments=arguments)
+        self._positions, self._further = positions, {*further}
         self._takes_videos = videos_of(positions) is not None
 
     @classmethod
@@ -259,20 +266,9 @@ class PackCollator(SampleCollator):
 class PaddedCollator(SampleCollator):
     """The host's own batches of the samples that a sampler draws, whatever fields they have.
 
-    Arguments are those of ``PackCollator``. ``collate`` gives ``input_ids`` and ``labels`` (samples, tokens), an
+    ``collate`` gives ``input_ids`` and ``labels`` (samples, tokens), an
     ``attention_mask`` where samples are padded, and images as rows of ``pixel_values``.
     """
-
-    def __init__(
-        self,
-        collate: Collator,
-        lengths: SampleLengths | None = None,
-        *,
-        absorb: bool = False,
-        arguments: frozenset[str] | None = None,
-    ) -> None:
-        super().__init__(lengths, absorb=absorb)
-        self._collate, self._arguments = collate, arguments
 
     def __call__(self, drawn: PackItems) -> dict[str, Any]:
         """The arguments of the model's forward pass; DataError for samples that are not as planned."""
