@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
-from zipfile import is_zipfile
 from zlib import crc32
 
 import torch.distributed as dist
@@ -172,8 +171,7 @@ class CheckpointedEngine(TableEngine):
             if to_write is not None:
                 write(to_write, str(path))
             checkpoints.flush(path)
-            if is_zipfile(path):  # DeepSpeed can be asked for torch's older format, which is checked as it is read
-                check_data(path, *CLASSES)
+            check_data(path, *CLASSES)
             return SavedFile.of(path, self.global_rank)
 
         try:

@@ -13,7 +13,6 @@ from itertools import chain, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, Final, NamedTuple
-from zipfile import is_zipfile
 
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
@@ -37,7 +36,7 @@ _ENGINE: Final = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 def opened(path: Path) -> Any:
     """What a file holds; tensors are mapped, not read."""
     try:
-        return load_data(path, *CLASSES, map_location="cpu", mmap=is_zipfile(path))
+        return load_data(path, *CLASSES, map_location="cpu", mmap=True)
     except Exception as error:
         others = offer(path.parent.parent, path.parent.name, has_all_files)
         raise ConfigError(

@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from omnibal.engine.engine import OmnibalEngine
-from omnibal.vlm import backward
+from omnibal.vlm import payload
 from tests.engine.cases import engine_of, weights_of
 
 
@@ -70,7 +70,7 @@ def _name_of_sums(engine):
 def train_without_weights(case):
     """As train, with every ``W`` left out."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backward, "_run", lambda *job: None)
+        patch.setattr(payload, "_run", lambda *job: None)
         return train(case)
 
 
