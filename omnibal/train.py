@@ -45,10 +45,11 @@ from omnibal.engine.checkpoint import (
     latest_checkpoint,
 )
 from omnibal.engine.engine import OmnibalEngine
-from omnibal.engine.initialize import meet, start, user_optimizer
+from omnibal.engine.initialize import meet, start
 from omnibal.engine.loader import Loader, open_together
 from omnibal.engine.measured import StageTimes
 from omnibal.engine.reading import VlmDataset
+from omnibal.engine.resolve import UserOptimizer
 from omnibal.errors import ConfigError, OmnibalError, reporting
 from omnibal.families.base import trained_in_words
 from omnibal.plan import Plan
@@ -100,7 +101,6 @@ def train(
         OmnibalError: As ``engine.train_batch`` and ``engine.save_checkpoint``.
     """
     end_in_one_line()
-    own = user_optimizer(**others)
     meet(get_accelerator().communication_backend_name())
     evaluates = held_out is not None or on_evaluation is not None
     workspace = run_on_all_ranks(lambda: _read(config, resume=resume, restart=restart, evaluates=evaluates))
@@ -113,7 +113,7 @@ def train(
             lambda: _check_checkpoints(run, tag, resume=bool(resume), restart=restart),
             doing="looks for checkpoints",
         )
-        engine = start(workspace, model, dataset, own)
+        engine = start(workspace, model, dataset, UserOptimizer(**others))
         del model  # its weights are copied
         if held_out is None and workspace.section.data.held_out:
             held_out = open_together(workspace, "held_out")

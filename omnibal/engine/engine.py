@@ -74,13 +74,13 @@ class _ReportingMonitor(MonitorMaster):  # type: ignore[misc]
 
 
 def samples_in_words(samples: Sequence[int]) -> str:
-    """Sample numbers for a message.
+    """Sample numbers behind other words in a message; nothing if there are none.
 
     >>> samples_in_words([4, 17]), samples_in_words(range(20))
-    ('samples 4, 17', 'samples 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 8 more')
+    (', samples 4, 17', ', samples 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 8 more')
     """
     more = f" and {len(samples) - MOST_NAMED} more" if len(samples) > MOST_NAMED else ""
-    return f"samples {', '.join(map(str, samples[:MOST_NAMED]))}{more}"
+    return f", samples {', '.join(map(str, samples[:MOST_NAMED]))}{more}" if samples else ""
 
 
 class OmnibalEngine(CheckpointedEngine):
@@ -132,7 +132,7 @@ class OmnibalEngine(CheckpointedEngine):
         if seconds:
             layout = resolved.layout
             places = [f"rank {rank}, stage {layout.position(rank).stage}" for rank in range(layout.num_devices)]
-            dog = Watchdog(self.global_rank, places, self._told_samples, seconds)
+            dog = Watchdog(self.global_rank, places, lambda *of: samples_in_words(self._samples_of(*of)), seconds)
         keep_watchdog(dog)
 
     def train_batch(self, data_iter: Steps | None = None) -> Tensor:
@@ -152,46 +152,41 @@ class OmnibalEngine(CheckpointedEngine):
         """One step; what it computes and receives, without the reading of its samples, runs under the meter."""
         self._finish_written_save()
         with WORK.within(self.global_steps + 1):
-            return self._noted_step(meter, steps)
-
-    def _noted_step(self, meter: AbstractContextManager[object], steps: Steps | None) -> Tensor:
-        step, packs = self._next_step(self.loader, steps)
-        self.last_step, self._pack_losses = step, []
-        # Every step of every stage and replica draws dropout masks from a stream of its own, so that a resumed run
-        # draws the same without stored generator states. Tensor ranks share it: whole weights stay the same on them.
-        place = self.resolved.layout.position(self.global_rank)
-        first = self.resolved.layout.rank(place.stage, place.replica)
-        stream = [self.resolved.section.model.seed, self.global_steps, first]
-        torch.manual_seed(np.random.SeedSequence(stream).generate_state(1)[0])
-        # DeepSpeedEngine._take_model_step adds train_batch_size(), one a pack, when the optimizer has stepped.
-        self.global_samples += step.num_samples - self.train_batch_size()
-        skipped = self.skipped_steps
-        with meter, failures_reach_all_ranks(where=self.where), lost_ranks_named(self.where):
-            # PipelineEngine.train_batch runs _train_schedule, which takes a micro-batch of the iterator per forward
-            # pass of the first and of the last stage, then averages the loss (_aggregate_total_loss).
-            loss: Tensor = super().train_batch(iter(self._micro_batches(packs)))
-        if self.stage_times is not None:
-            self.stage_times.end_step(lambda: step.load[place.replica])
-        self._check_step(loss, self.skipped_steps - skipped)
-        if self.global_rank == 0 and self.monitor.enabled:
-            with reporting("DeepSpeed's monitor"):
-                self.monitor.write_events(
-                    [(f"Train/Balance/{name}", value, self.global_samples) for name, value in step.balance().items()]
-                )
-        return loss
+            step, packs = self._next_step(self.loader, steps)
+            self.last_step, self._pack_losses = step, []
+            # Every step of every stage and replica draws dropout masks from a stream of its own, so that a resumed run
+            # draws the same without stored generator states. Tensor ranks share it, or whole weights would differ.
+            position = self.resolved.layout.position(self.global_rank)
+            first = self.resolved.layout.rank(position.stage, position.replica)
+            stream = [self.resolved.section.model.seed, self.global_steps, first]
+            torch.manual_seed(np.random.SeedSequence(stream).generate_state(1)[0])
+            # DeepSpeedEngine._take_model_step adds train_batch_size(), one a pack, when the optimizer has stepped.
+            self.global_samples += step.num_samples - self.train_batch_size()
+            skipped = self.skipped_steps
+            with meter, failures_reach_all_ranks(where=self.where), lost_ranks_named(self.where):
+                # PipelineEngine.train_batch runs _train_schedule, which takes a micro-batch of the iterator per forward
+                # pass of the first and of the last stage, then averages the loss (_aggregate_total_loss).
+                loss: Tensor = super().train_batch(iter(self._micro_batches(packs)))
+            if self.stage_times is not None:
+                self.stage_times.end_step(lambda: step.load[position.replica])
+            self._check_step(loss, self.skipped_steps - skipped)
+            if self.global_rank == 0 and self.monitor.enabled:
+                with reporting("DeepSpeed's monitor"):
+                    self.monitor.write_events(
+                        [
+                            (f"Train/Balance/{name}", value, self.global_samples)
+                            for name, value in step.balance().items()
+                        ]
+                    )
+            return loss
 
     def _samples_of(self, rank: int, micro_batch: int) -> list[int]:
         """The samples of a rank's micro-batch of the last step; none of a stream."""
         layout, step = self.resolved.layout, self.last_step
-        place = layout.position(rank)
-        share = Share(place.replica, layout.shape(place.stage)[0])
         if step is None or not isinstance(self.loader, Loader):
             return []
-        return self.loader.samples_of(step, share, micro_batch)
-
-    def _told_samples(self, rank: int, micro_batch: int | None) -> str:
-        found = [] if micro_batch is None else self._samples_of(rank, micro_batch)
-        return f", {samples_in_words(found)}" if found else ""
+        position = layout.position(rank)
+        return self.loader.samples_of(step, Share(position.replica, layout.shape(position.stage)[0]), micro_batch)
 
     def held_out_loader(self, dataset: VlmDataset) -> Loader:
         """A loader of held-out samples for ``evaluate``, all ranks together."""
@@ -199,12 +194,12 @@ class OmnibalEngine(CheckpointedEngine):
             lambda: checked_lengths(dataset, "held-out data"), doing="measures held-out samples", where=self.where
         )
         layout = self.resolved.layout
-        place = layout.position(self.global_rank)
+        replica = layout.position(self.global_rank).replica
         sampler = BalancedBatchSampler(
             lengths,
             self.plan.limits,
             num_replicas=layout.num_replicas,
-            rank=place.replica % layout.num_replicas,  # encoders read by their share alone
+            rank=replica % layout.num_replicas,  # encoders read by their share alone
             micro_batches=self.plan.micro_batches,
         )
         rules, broken = SampleRules.of(self.module.vlm), self.resolved.section.data.broken
@@ -385,8 +380,7 @@ class OmnibalEngine(CheckpointedEngine):
         each = [self._samples_of(self.global_rank, number) for number in range(len(self._pack_losses))]
         of_ranks = gather(([sample for number in own for sample in each[number]], [*chain(*each)]))
         bad, whole = (sorted({*chain(*kind)}) for kind in zip(*of_ranks, strict=True))
-        named = bad or whole
-        return f", {samples_in_words(named)}{'' if bad else ' in the step'}" if named else ""
+        return samples_in_words(bad) or (whole and f"{samples_in_words(whole)} in the step") or ""
 
     # What follows says in one line what DeepSpeed cannot do, or what would be wrong here.
 

@@ -8,7 +8,7 @@ waits: whatever can fail runs in ``run_on_all_ranks``.
 import atexit
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +21,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from torch import Tensor, nn
 
-from omnibal.cluster import Layout
 from omnibal.compiled import folder_hash
 from omnibal.config import check_deferral, fill_in_steps
 from omnibal.engine.engine import OmnibalEngine
@@ -43,7 +42,7 @@ from omnibal.families.base import trained_in_words
 from omnibal.feeds.feed import Share
 from omnibal.plan import Plan
 from omnibal.processes import end_with_launcher
-from omnibal.ranks import check_same, gloo_group, hosts_of, run_on_all_ranks
+from omnibal.ranks import check_same, gloo_group, run_on_all_ranks
 from omnibal.ranks.failures import lost_ranks_named, watch
 from omnibal.vlm.weights import spare_weights
 from omnibal.workspace import Workspace
@@ -55,14 +54,6 @@ _PATHS: Final = (
     *("omnibal.model.path", "omnibal.data.train", "omnibal.data.held_out", "omnibal.data.images", "omnibal.run.output"),
     *("omnibal.pipeline.plan", "omnibal.data.workers", "csv_monitor.output_path", "tensorboard.output_path"),
 )
-# How to have what `deepspeed.initialize` takes and `initialize` does not.
-OTHERWISE: Final = {
-    "args": "pass the ds_config as config",
-    "model_parameters": "all are trained but what omnibal.model.frozen names, in the groups that "
-    "omnibal.optimizer asks for",
-    "training_data": "pass it as dataset",
-    "collate_fn": "samples of dataset are packed",
-}
 
 
 def initialize(
@@ -73,7 +64,6 @@ def initialize(
     optimizer: MakeOptimizer | None = None,
     lr_scheduler: MakeScheduler | None = None,
     on_gradient: OnGradient | None = None,
-    **others: None,
 ) -> tuple[OmnibalEngine, Any, Loader, Any]:
     """Build the engine of this process; every process of the run calls it with the same arguments.
 
@@ -94,7 +84,6 @@ def initialize(
         on_gradient: Called in every step, before the optimizer steps, with the name on disk and the gradient of each
             weight that this process's stage trains: averaged over the step's target tokens, not yet clipped, the same
             on all replicas. A weight that two stages tie comes on both.
-        **others: Must be None: what else ``deepspeed.initialize`` takes.
 
     Returns:
         ``engine, optimizer, loader, lr_scheduler``; then ``engine.train_batch()`` trains one step.
@@ -106,9 +95,9 @@ def initialize(
         DataError: The dataset has broken samples (the message names files and lines), or other lengths than samples.
     """
     end_in_one_line()
-    own = user_optimizer(optimizer, lr_scheduler, on_gradient, **others)
     meet(get_accelerator().communication_backend_name())
-    engine = start(run_on_all_ranks(lambda: Workspace.read(config)), model, dataset, own)
+    workspace = run_on_all_ranks(lambda: Workspace.read(config))
+    engine = start(workspace, model, dataset, UserOptimizer(optimizer, lr_scheduler, on_gradient))
     return engine, engine.optimizer, engine.loader, engine.lr_scheduler
 
 
@@ -150,22 +139,6 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def user_optimizer(
-    optimizer: MakeOptimizer | None = None,
-    lr_scheduler: MakeScheduler | None = None,
-    on_gradient: OnGradient | None = None,
-    **others: object,
-) -> UserOptimizer:
-    """What a caller of initialize makes itself; refuses what else ``deepspeed.initialize`` takes."""
-    for name, value in others.items():
-        if value is not None:
-            raise ConfigError(
-                "arguments of initialize must be config, model, dataset, optimizer, lr_scheduler and on_gradient, "
-                f"got {name}; {OTHERWISE.get(name, 'leave it out')}"
-            )
-    return UserOptimizer(optimizer, lr_scheduler, on_gradient)
-
-
 @lost_ranks_named()
 def start(workspace: Workspace, model: Any, dataset: Any, own: UserOptimizer) -> OmnibalEngine:
     """The engine of this process for a run that is read; all ranks together, which have met."""
@@ -176,13 +149,9 @@ def start(workspace: Workspace, model: Any, dataset: Any, own: UserOptimizer) ->
         return resolved, deepspeed_config_of(resolved, dist.get_rank())
 
     resolved, config = run_on_all_ranks(refuse_or_resolve)
-    section, place = workspace.section, resolved.layout.position(dist.get_rank())
+    section, position = workspace.section, resolved.layout.position(dist.get_rank())
     settings = settings_of(workspace.config, section).items()
     check_same(_versions() | {key: value for key, value in settings if key not in _PATHS})
-    if resolved.layout.num_tensor > 1:
-        hosts = [host.name for host in hosts_of(dist.group.WORLD)]
-        if dist.get_rank() == 0:
-            warn_of_apart(resolved.layout, hosts)
     # Data: a caller's dataset or stream, else the ds_config's stream, else its annotations, measured by rank 0.
     samples = dataset
     if dataset is None and section.data.streaming:
@@ -195,10 +164,10 @@ def start(workspace: Workspace, model: Any, dataset: Any, own: UserOptimizer) ->
         LOG.info("parameters trained: %s", trained_in_words(resolved.trained))
         warn_of_float32(get_accelerator().device_name(), resolved.layout.precision)
         warn_of_added_end(samples)
-    share = Share(place.replica, resolved.layout.shape(place.stage)[0]) if resolved.layout.has_units else None
+    share = Share(position.replica, resolved.layout.shape(position.stage)[0]) if resolved.layout.has_units else None
     reader = PackReader(
         share=share,
-        view=view_of(place.stage, resolved.layout.num_stages),
+        view=view_of(position.stage, resolved.layout.num_stages),
         pixel_shape=resolved.vlm.pixel_shape,
         pixel_dtype=resolved.dtype,
         image_integers=resolved.vlm.image_integers,
@@ -209,9 +178,9 @@ def start(workspace: Workspace, model: Any, dataset: Any, own: UserOptimizer) ->
     )
     # Samples with lengths are arranged by epochs; of a stream packs are planned as samples come.
     if hasattr(samples, "lengths"):
-        plan, loader = sample_loader(workspace, resolved, samples, place, reader)
+        plan, loader = sample_loader(workspace, resolved, samples, position, reader)
     else:
-        plan, loader = run_on_all_ranks(lambda: stream_loader(workspace, resolved, samples, place, reader))
+        plan, loader = run_on_all_ranks(lambda: stream_loader(workspace, resolved, samples, position, reader))
     # Only now the number of steps is known, which "auto" in DeepSpeed's scheduler waits for.
     total_steps = section.run.max_steps or loader.steps_left(section.run.epochs)
     weights = model.state_dict() if isinstance(model, nn.Module) else None
@@ -283,21 +252,6 @@ def build_engine(
         config_class=config,
         **others,
     )
-
-
-def warn_of_apart(layout: Layout, hosts: Sequence[str]) -> None:
-    """Say which ranks that share layers are on several nodes, if some are; ``hosts`` are those of all ranks."""
-    for first in range(0, layout.num_devices, layout.num_tensor):  # tensor ranks run fastest
-        group = range(first, first + layout.num_tensor)
-        nodes = dict.fromkeys(hosts[rank] for rank in group)
-        if len(nodes) > 1:
-            LOG.warning(
-                "ranks that share layers should be on one node, got ranks %s on %s; every layer then waits for sums "
-                "over the network; let num_tensor divide the processes of a node",
-                ", ".join(map(str, group)),
-                ", ".join(nodes),
-            )
-            return
 
 
 def warn_of_float32(device_name: str, dtype: str) -> None:

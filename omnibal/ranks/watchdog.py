@@ -33,10 +33,11 @@ class Note(NamedTuple):
     is_long: bool  # what may take hours: it ends a run only where a rank does not answer
     since: float
 
-    def text(self, told: Callable[[int | None], str] = lambda micro_batch: "") -> str:
+    def text(self, told: Callable[[int], str]) -> str:
+        """The note in words; ``told`` says what is behind the number of a micro-batch."""
+        number = self.micro_batch
         where = "" if self.step is None else f"step {self.step}: "
-        which = "" if self.micro_batch is None else f" of micro-batch {self.micro_batch}"
-        return f"{where}{self.doing}{which}{told(self.micro_batch)}"
+        return f"{where}{self.doing}" + ("" if number is None else f" of micro-batch {number}{told(number)}")
 
 
 class Work:
@@ -76,9 +77,7 @@ class Watchdog:
         seconds: How long a rank may stand still before it says so; after ``ENDS_AFTER`` times as long it ends.
     """
 
-    def __init__(
-        self, rank: int, places: Sequence[str], told: Callable[[int, int | None], str], seconds: float
-    ) -> None:
+    def __init__(self, rank: int, places: Sequence[str], told: Callable[[int, int], str], seconds: float) -> None:
         self._rank, self._places, self._told, self._seconds = rank, places, told, seconds
         self.beat_seconds = min(LONGEST_BEAT_SECONDS, seconds / BEATS)
         self._beats: dict[int, Beat] = {}

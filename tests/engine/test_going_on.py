@@ -12,7 +12,6 @@ from transformers import InternVLForConditionalGeneration
 
 from omnibal.config.section import RunSection
 from omnibal.engine.checkpoint import export, latest_checkpoint
-from omnibal.engine.initialize import initialize
 from omnibal.engine.resolve import UserOptimizer, resolve
 from omnibal.errors import ConfigError
 from omnibal.train import _check_checkpoints
@@ -155,15 +154,6 @@ def test_a_run_with_everything_of_its_own_is_that_of_its_ds_config(seen):
         for name, weight in weights.items():
             assert torch.equal(weight, own[name])
             assert torch.equal(weight, exported[name])
-
-
-@pytest.mark.parametrize(
-    ("argument", "remedy"),
-    [("model_parameters", "all are trained but what omnibal.model.frozen names"), ("data_set", "leave it out")],
-)
-def test_what_initialize_does_not_take_is_refused(argument, remedy):
-    with pytest.raises(ConfigError, match=f"lr_scheduler and on_gradient, got {argument}; {remedy}"):
-        initialize(config={}, **{argument: object()})
 
 
 @pytest.mark.parametrize(

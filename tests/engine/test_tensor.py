@@ -12,9 +12,8 @@ from transformers import InternVLForConditionalGeneration
 from typer.testing import CliRunner
 
 from omnibal.cli.main import app
-from omnibal.cluster import Encoder, Layout
+from omnibal.cluster import Encoder
 from omnibal.engine.checkpoint import export, read_manifest
-from omnibal.engine.initialize import warn_of_apart
 from omnibal.engine.resolve import check_run
 from omnibal.errors import ConfigError
 from omnibal.vlm import load_model
@@ -152,11 +151,3 @@ def test_families_that_say_no_cuts_are_refused(models):
     resolved.vlm.family = replace(resolved.vlm.family, cuts={})
     with pytest.raises(ConfigError, match="num_tensor must be 1 for the family of internvl, which does not say how"):
         check_run(resolved, plan.partition)
-
-
-def test_ranks_of_a_group_on_several_nodes_are_named(caplog):
-    warn_of_apart(Layout(2, 1, num_tensor=4), ["a"] * 4 + ["b"] * 4)
-    assert not caplog.records
-    warn_of_apart(Layout(2, 1, num_tensor=4), ["a"] * 6 + ["b"] * 2)
-    (said,) = caplog.messages
-    assert said.startswith("ranks that share layers should be on one node, got ranks 4, 5, 6, 7 on a, b; every layer")
