@@ -28,47 +28,6 @@ OVERHEAD_BYTES: Final = 2 * 2**30
 Precision = Literal["bfloat16", "float32"]
 
 
-def num_replicas_on(
-    num_devices: int,
-    num_stages: int,
-    *,
-    num_layers: int,
-    num_tensor: int = 1,
-    devices: str = "devices",
-    encoder: "Encoder | None" = None,
-) -> int:
-    """How many replicas of a pipeline some devices hold, ``num_tensor`` of which share each layer.
-
-    ``encoder`` may have devices of its own among them, whose stages are counted in ``num_stages``.
-    """
-    # What an encoder of its own leaves to the language model: devices, and stages.
-    left, behind, beside = num_devices, num_stages, ""
-    if encoder is not None and encoder.placement == "own":
-        left, behind = num_devices - encoder.num_devices, num_stages - encoder.num_stages
-        beside = f" that omnibal.pipeline.encoder ({encoder}) leaves of {num_devices}"
-        if left < 1:
-            raise ConfigError(
-                f"omnibal.pipeline.encoder must leave {devices} to the language model, got {encoder} of {num_devices}"
-            )
-        if behind < 1:
-            raise ConfigError(
-                f"num_stages must count the encoder's {encoder.num_stages} and at least one behind, got {num_stages}"
-            )
-    num_ranks, rest = divmod(left, num_tensor)
-    if rest:
-        raise ConfigError(f"{devices} must be a multiple of the {num_tensor} that share each layer, got {left}")
-    if num_ranks % behind:
-        whose = "" if encoder is None or not beside else f" without the encoder's {encoder.num_stages}"
-        groups = "" if num_tensor == 1 else f"groups of {num_tensor} "
-        raise ConfigError(f"num_stages{whose} must divide the {num_ranks} {groups}{devices}{beside}, got {behind}")
-    if num_stages > num_layers:
-        raise ConfigError(
-            f"num_stages must be at most the model's {num_layers} layers, got {num_stages}; "
-            "omnibal.pipeline.num_stages says it"
-        )
-    return num_ranks // behind
-
-
 def check_zero_stage(zero_stage: int) -> None:
     """Refuse a ZeRO stage that DeepSpeed's pipeline does not have: it is neither 0 nor 1."""
     if zero_stage not in (0, 1):

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from omnibal.cluster import Cluster, Encoder, Layout, num_replicas_on
+from omnibal.cluster import Cluster, Encoder, Layout
 from omnibal.config import dtype_of, layout_of, micro_batches_of, read_config, resolve_plan
 from omnibal.config.section import OmnibalSection, RunFiles
 from omnibal.data.lengths import SampleLengths
@@ -27,6 +27,7 @@ from omnibal.families.parts import check_degree
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import check_units
 from omnibal.plan import Plan
+from omnibal.planner.packings import num_replicas_on
 from omnibal.profile.calibration import Calibration
 from omnibal.profile.counted import analytic_profile, with_sums
 from omnibal.profile.records import ModelProfile

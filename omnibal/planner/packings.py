@@ -1,4 +1,4 @@
-"""Packings: a few steps that represent an epoch in predictions, and the pack limits that are worth trying."""
+"""What a plan is asked for: the layouts that can be, and packings, a few steps that represent an epoch each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from omnibal.cluster import Cluster, Encoder, Layout, check_zero_stage, num_replicas_on
+from omnibal.cluster import Cluster, Encoder, Layout, check_zero_stage
 from omnibal.cost import CostModel, IntArray, Load
 from omnibal.data.epoch import Epoch, arrange_epoch
 from omnibal.data.lengths import SampleLengths
@@ -129,6 +129,47 @@ class PlanRequest:
         record = asdict(self)
         del record["cluster"]
         return record
+
+
+def num_replicas_on(
+    num_devices: int,
+    num_stages: int,
+    *,
+    num_layers: int,
+    num_tensor: int = 1,
+    devices: str = "devices",
+    encoder: Encoder | None = None,
+) -> int:
+    """How many replicas of a pipeline some devices hold, ``num_tensor`` of which share each layer.
+
+    ``encoder`` may have devices of its own among them, whose stages are counted in ``num_stages``.
+    """
+    # What an encoder of its own leaves to the language model: devices, and stages.
+    left, behind, beside = num_devices, num_stages, ""
+    if encoder is not None and encoder.placement == "own":
+        left, behind = num_devices - encoder.num_devices, num_stages - encoder.num_stages
+        beside = f" that omnibal.pipeline.encoder ({encoder}) leaves of {num_devices}"
+        if left < 1:
+            raise ConfigError(
+                f"omnibal.pipeline.encoder must leave {devices} to the language model, got {encoder} of {num_devices}"
+            )
+        if behind < 1:
+            raise ConfigError(
+                f"num_stages must count the encoder's {encoder.num_stages} and at least one behind, got {num_stages}"
+            )
+    num_ranks, rest = divmod(left, num_tensor)
+    if rest:
+        raise ConfigError(f"{devices} must be a multiple of the {num_tensor} that share each layer, got {left}")
+    if num_ranks % behind:
+        whose = "" if encoder is None or not beside else f" without the encoder's {encoder.num_stages}"
+        groups = "" if num_tensor == 1 else f"groups of {num_tensor} "
+        raise ConfigError(f"num_stages{whose} must divide the {num_ranks} {groups}{devices}{beside}, got {behind}")
+    if num_stages > num_layers:
+        raise ConfigError(
+            f"num_stages must be at most the model's {num_layers} layers, got {num_stages}; "
+            "omnibal.pipeline.num_stages says it"
+        )
+    return num_ranks // behind
 
 
 StepLoads = tuple[tuple[Load, ...], ...]

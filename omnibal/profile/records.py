@@ -87,6 +87,7 @@ def _one_or_all(degrees: Mapping[str, int]) -> int | dict[str, int]:
     return degrees["language"] if len(set(degrees.values())) == 1 else dict(degrees)
 
 
+_OF_RECORDS = ("kind", "module", "sizes", "tied_key")  # what layers' records and costs both say
 _NUMBERS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "optimizer_seconds", "spread")
 
 
@@ -397,15 +398,7 @@ def _layer_differences(layers: Sequence[LayerCost], records: Sequence[LayerRecor
     if len(layers) != len(records):
         return [f"{len(layers)} layers where the model has {len(records)}"]
     for layer, record in zip(layers, records, strict=True):
-        difference = _differences(
-            {
-                "layer": (layer.name, record.name),
-                f"kind of {layer.name}": (layer.kind, record.kind),
-                f"module of {layer.name}": (layer.module, record.module),
-                f"sizes of {layer.name}": (dict(layer.sizes), dict(record.sizes)),
-                f"tied_key of {layer.name}": (layer.tied_key, record.tied_key),
-            }
-        )
-        if difference:
+        found = {f"{name} of {layer.name}": (getattr(layer, name), getattr(record, name)) for name in _OF_RECORDS}
+        if difference := _differences({"layer": (layer.name, record.name)} | found):
             return difference[:1]
     return []
