@@ -22,7 +22,7 @@ CAUSES: Final = (
 )  # fmt: skip
 """What the devices' time goes to; the update of the weights is useful."""
 SOUND: Final = "waiting for others' sounds"
-"""A further cause where a model hears and sees, and the encoder's where it hears alone."""
+"""A further cause where a model hears."""
 DRAWS: Final = 8  # times that samples are drawn anew, to learn how far chance moves an estimate
 # Samples of a draw, and steps of a draw; a step of more than MOST_SAMPLES samples is a draw of its own.
 LEAST_SAMPLES, LEAST_STEPS, MOST_SAMPLES = 1024, 2, 16_384
@@ -108,26 +108,18 @@ class Scenario:
     @property
     def causes(self) -> tuple[str, ...]:
         """``CAUSES``, with ``SOUND`` where the model hears."""
-        if not self.hears:
-            return CAUSES
-        return (*CAUSES, SOUND) if self._sees else tuple(SOUND if "ViT" in cause else cause for cause in CAUSES)
+        return (*CAUSES, SOUND) if self.hears else CAUSES
 
     @property
-    def _sees(self) -> bool:
-        return any(layer.module == "vision" for layer in self.profile.layers)
-
-    @property
-    def waits_for(self) -> dict[str, str]:
-        """The cause of waits for each part, in the order of ``alone``."""
-        vision, language = CAUSES[2:4]
-        sound = {"sound": SOUND} if self.hears else {}
-        return {**sound, "vision": vision if self._sees or not self.hears else SOUND, "language": language}
+    def parts(self) -> tuple[str, ...]:
+        """The encoders and the LLM, in the order of ``alone``."""
+        return ("sound", "vision", "language") if self.hears else ("vision", "language")
 
     @cached_property
     def alone(self) -> tuple[FloatArray, ...]:
         """For each draw the seconds that every sample takes alone in each encoder and the LLM, (samples, parts)."""
         costs = phase_costs(self.profile)
-        parts = [costs[f"{part} forward"] + costs[f"{part} backward"] for part in self.waits_for]
+        parts = [costs[f"{part} forward"] + costs[f"{part} backward"] for part in self.parts]
         # The planner counts every token as a target, so even packs do, too.
         loads = (samples.all_rows.load for samples in self.draws)
         return tuple(np.stack([cost(load) for cost in parts], axis=1) for load in loads)
@@ -239,7 +231,7 @@ class Estimate:
         exposed = exposed_seconds(self.memory.held, recipe.sharding, self.scenario.cluster, costs)
         update = sum(layer.optimizer_seconds for layer in self.memory.held.layers) * steps
         update *= ranks if recipe.sharding == "ddp" else 1  # under ZeRO and FSDP each rank updates its share
-        beside = [by_part["sound"]] if len(self.scenario.causes) > len(CAUSES) else []
+        beside = [by_part["sound"]] if self.scenario.hears else []
         spent = [
             useful + update,
             once - useful,

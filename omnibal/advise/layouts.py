@@ -157,7 +157,6 @@ class Weighing:
     ranking: LayoutRanking
     report: Callable[[str], object]
     _batches: dict[tuple[int, int], list[Batches]] = field(default_factory=dict)
-    _estimates: dict[Recipe, Estimate] = field(default_factory=dict)
 
     def best(self, kind: Kind) -> WeighedLayout | int:
         if kind == "zero" or kind == "rearranged":  # noqa: PLR1714  (mypy narrows the literal so)
@@ -245,7 +244,7 @@ class Weighing:
         counts = self.ranking.micro_batches(Layout(1, self._cluster.num_devices))
         for sharding, micro_batches in product(SHARDINGS[1:] if rearranged else SHARDINGS, counts):
             recipe = Recipe(sharding, "even", micro_batches=micro_batches, target_rows=self.scenario.spares_rows)
-            kept, again = (self._estimate(replace(recipe, recompute=level)) for level in LEVELS_TRIED)
+            kept, again = (self.scenario.estimate(replace(recipe, recompute=level)) for level in LEVELS_TRIED)
             if again.missing_bytes > 0:
                 missing.append(again.missing_bytes)
                 continue
@@ -253,11 +252,6 @@ class Weighing:
             share = max(kept.missing_bytes, 0) / max(kept.missing_bytes - again.missing_bytes, 1)
             found.append(self._shared(kept, again, share, rearranged=rearranged))
         return max(found, key=lambda each: each.samples_per_second, default=min(missing, default=0))
-
-    def _estimate(self, recipe: Recipe) -> Estimate:
-        if recipe not in self._estimates:
-            self._estimates[recipe] = self.scenario.estimate(recipe)
-        return self._estimates[recipe]
 
     def _shared(self, kept: Estimate, again: Estimate, share: float, *, rearranged: bool) -> WeighedLayout:
         """Data parallelism where a share of the layers recomputes."""
@@ -267,7 +261,7 @@ class Weighing:
         spent = without + share * (full - without)
         of_cause = dict(zip(self.scenario.causes, spent.tolist(), strict=True))
         useful, recomputed = of_cause["useful"] + of_cause["padding"], of_cause["recomputation"]
-        waited = sum(of_cause[cause] for cause in self.scenario.waits_for.values())
+        waited = sum(seconds for cause, seconds in of_cause.items() if cause.startswith("waiting"))
         sent = hidden = of_cause["communication"]
         if rearranged:
             # Each phase gets an even division of its own. Images are few and large, so that some of a phase's waits
@@ -308,7 +302,7 @@ class Weighing:
             for begin in range(0, len(alone) - per_step + 1, per_step)
         ]
         waited = 0.0
-        for part in range(len(self.scenario.waits_for)):
+        for part in range(len(self.scenario.parts)):
             for step in steps:
                 loads = np.zeros(devices)
                 for seconds in np.sort(step[:, part])[::-1]:

@@ -189,23 +189,6 @@ def samples_per_pack(sampler: PackSampler) -> float:
     return samples_per_step(sampler) / sampler.num_replicas / sampler.micro_batches
 
 
-def _told_limits(sampler: PackSampler, limits: PackLimits, asked_steps: AskedSteps) -> list[str]:
-    """Why packs are not those of the given limits, and that they hold one sample each."""
-    told, given = [], asked_steps.limits
-    if given not in (None, limits):
-        options: Any = {"num_replicas": sampler.num_replicas, "rank": sampler.rank, "mixture": sampler.mixture}
-        held = samples_per_step(type(sampler)(sampler.lengths, given, **options))
-        held *= max(round(asked_steps.samples_per_step / held), 1)
-        keeps = f" (samples_per_step={round(held)} keeps them)" if abs(held / round(held) - 1) <= KEPT else ""
-        told.append(
-            f"smaller than the given {given.in_words}, under which a step holds {held:.1f} samples and not "
-            f"{asked_steps.samples_per_step}{keeps}"
-        )
-    if holds_one(samples_per_pack(sampler)):
-        told.append("hardly any sample shares a pack: more samples a step (samples_per_step=) or larger limits pack")
-    return told
-
-
 def describe(
     sampler: PackSampler,
     limits: PackLimits,
@@ -227,13 +210,18 @@ def describe(
     def waiting_of(loads: Load) -> list[str]:
         return Waiting.of(loads, costs, layout).told(sampler.num_replicas, lengths.vision_unit)
 
+    given, notes = asked_steps.limits, list[str]()
+    if given not in (None, limits):
+        notes.append(f"smaller than the given {given.in_words}: more samples a step (samples_per_step=) keep these")
+    if holds_one(samples_per_pack(sampler)):
+        notes.append("hardly any sample shares a pack: more samples a step (samples_per_step=) or larger limits pack")
     waits = waiting_of(first) + ([f"{padding_share(sampler):.0%} of tokens are padding"] if padded else [])
     lines = [
         f"omnibal: {len(lengths)} samples in {'padded batches' if padded else 'packs'} of at most "
         f"{limits.vision_units} {lengths.vision_unit} and {limits.llm_tokens} tokens{sounds}, "
         f"{samples_per_pack(sampler):.1f} samples each",
         *([f"{alone} samples exceed these limits, each is alone in one"] if alone else []),
-        *_told_limits(sampler, limits, asked_steps),
+        *notes,
         asked_steps.told(sampler),
         *([", ".join(waits)] if waits else []),
         f"random batches of {asked_steps.batch_size}: "
