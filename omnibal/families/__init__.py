@@ -61,7 +61,6 @@ def load(module: str) -> None:
 
 
 def family_of(config: Config) -> Family:
-    """The family of a model by its ``model_type``."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         reason = REFUSED.get(str(model_type), "omnibal.model.family names a module that registers another")

@@ -177,8 +177,6 @@ VideoRule = Callable[[VideoHeader], VideoLoad]
 
 
 class SoundHeader(NamedTuple):
-    """What a file says of a sound without decoding it."""
-
     samples: int  # of one channel
     rate: int  # samples a second
 
@@ -386,7 +384,6 @@ def size_pair(config: Mapping[str, Any], key: str) -> tuple[int, int]:
 
 
 def square(preprocessor: Config, key: str) -> int:
-    """The side of the square ``{"height", "width"}`` at ``preprocessor[key]``."""
     sides = section(preprocessor, key)
     if size(sides, "height") != size(sides, "width"):
         raise ConfigError(f"{key} of the preprocessor must be square, got {dict(sides)}")

@@ -37,7 +37,6 @@ class Cut:
     """Products that lie one behind the other in that dimension, each cut alike: 3 of queries, keys and values."""
 
     def slice(self, sizes: Mapping[str, int], width: int, num_tensor: int, rank: int) -> Slice:
-        """What a tensor rank holds of ``width`` entries along the dimension."""
         units, copies = units_of(sizes, self.by, num_tensor, rank)
         block = width // self.parts
         each = block // sizes[self.by]
@@ -155,7 +154,6 @@ def text_records(config: Mapping[str, Any], *, tied: bool) -> tuple[LayerRecord,
 
 
 def either_ties(config: Config) -> bool:
-    """Head and embedding share their weight where the model or its language model says so."""
     ties = (config.get("tie_word_embeddings"), section(config, "text_config").get("tie_word_embeddings"))
     return any(ties)
 

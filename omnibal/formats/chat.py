@@ -269,7 +269,6 @@ def _content(content: Any, where: str, *, names_in_text: bool, strict: bool) -> 
 
 
 def _clip_of(part: Mapping[str, Any], kind: str, where: str) -> list[Any]:
-    """The video or sound that a part of a message names; none where the record does."""
     own = [key for key in OWN_SAMPLING if part.get(key) is not None]
     if own:
         remedy = "cut the file" if kind == "audio" else "video_preprocessor_config.json says how all videos are sampled"
@@ -314,7 +313,6 @@ def _picture(image: Any, root: Path, what: str = "image") -> Picture:
 
 
 def _stated_sizes(record: Mapping[str, Any], count: int) -> tuple[Size, ...] | None:
-    """Sizes that the record itself states, as InternVL's annotations do."""
     widths, heights = (_listed(record.get(side)) for side in ("width", "height"))
     if not count or len(widths) != count or len(heights) != count:
         return None

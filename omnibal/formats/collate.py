@@ -5,7 +5,6 @@ Attention must not cross a sample: `cu_seq_lens` says where each one begins, and
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -186,8 +185,7 @@ def _runs(ids: Tensor, sample: Mapping[str, Any], rule: MropeRule) -> list[_Run]
     """The runs of a sample's tokens, each with the grid that belongs to it; a DataError where the two do not fit."""
     is_video = torch.zeros_like(ids) if rule.video_token_id is None else (ids == rule.video_token_id).long()
     kinds = (ids == rule.image_token_id).long() + 2 * is_video
-    changes = [] if len(ids) == 0 else (torch.where(kinds.diff())[0] + 1).tolist()
-    found = [(int(kinds[start]), stop - start) for start, stop in pairwise([0, *changes, len(ids)]) if start < stop]
+    found = list(zip(*(part.tolist() for part in torch.unique_consecutive(kinds, return_counts=True)), strict=True))
     grids = {1: _grids_of_images(sample), 2: _grids_of_videos(sample, rule)}
     for kind, name, pixels in ((1, GRIDS, "pixel_values"), (2, VIDEO_GRIDS, "pixel_values_videos")):
         given, got = sample.get(pixels), [length for other, length in found if other == kind]

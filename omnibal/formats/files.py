@@ -65,7 +65,6 @@ def files_of(path: Path) -> list[Path]:
 
 
 def is_table(path: Path) -> bool:
-    """Whether ``datasets`` reads it: Parquet, Arrow, or a folder."""
     if path.is_dir() or path.suffix == ".arrow":
         return True
     with path.open("rb") as file:

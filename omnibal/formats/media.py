@@ -152,7 +152,6 @@ def video_header(video: Video, most_pixels: int = MOST_PIXELS) -> VideoHeader:
 
 
 def load_frames(video: Video, numbers: Sequence[int]) -> list[Image.Image]:
-    """The frames of ascending numbers, decoded, in RGB."""
     if isinstance(video, tuple):
         return [load_image(video[number]) for number in numbers]
     wanted, found = set(numbers), dict[int, Image.Image]()
@@ -352,7 +351,6 @@ class SoundFormat:
         return {"input_features": made["input_features"], "feature_attention_mask": made["attention_mask"]}
 
     def decoded(self, sound: Picture, header: SoundHeader) -> npt.NDArray[np.float32]:
-        """A sound's samples at the model's rate; a ``ValueError`` where they are not those that its header says."""
         rate = self._extractor.sampling_rate
         samples = load_sound(sound, rate)
         if len(samples) != resampled(header, rate):

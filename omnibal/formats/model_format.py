@@ -253,7 +253,6 @@ class ModelFormat:
                     raise ValueError(f"conversations must not hold {token}, which stands for {what}")
 
     def _rule(self, max_tiles: int | None) -> tuple[dict[str, Any], ImageRule]:
-        """Options of the image processor for a limit of tiles, and the image rule that follows from them."""
         if max_tiles not in self._rules:
             most, fewest = self._limits
             processor = self._processor.to_dict() if self.family.sees else {}

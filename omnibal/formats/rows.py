@@ -104,7 +104,6 @@ def is_system_file(name: str) -> bool:
 
 
 def is_tar(path: Path) -> bool:
-    """Whether a file is a shard of webdataset's, by its name."""
     return path.name.endswith(TARS)
 
 
@@ -196,7 +195,6 @@ def parse_entry(text: bytes) -> Record:
 
 
 def scan_json(path: Path) -> tuple[Entries, str]:
-    """Where entries begin and end, and a digest of the file's content."""
     digest, newlines, size, text_end = hashlib.blake2b(digest_size=16), list[Offsets](), 0, 0
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):

@@ -134,7 +134,6 @@ class ChatTemplate:
         return Rendered(text, tuple(targets))
 
     def writes(self, conversation: Conversation, render: Render) -> bool:
-        """Whether the template writes a conversation as another way to render does."""
         expected = render(conversation).text
         for breaks_line in (True, False):
             same = ChatTemplate(self.tokenizer, self.template, breaks_line, self.start)
@@ -213,7 +212,6 @@ def encode(tokenizer: Any, samples: Sequence[Rendered]) -> list[Encoded]:
 
 
 def _within(offsets: npt.NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> Mask:
-    """Which tokens, given by (start, stop) of their characters, end in one of the spans."""
     inside = np.zeros(len(offsets), dtype=np.bool_)
     for start, stop in spans:
         inside |= (offsets[:, 1] > start) & (offsets[:, 1] <= stop)

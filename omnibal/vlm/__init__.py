@@ -61,7 +61,6 @@ def _loaded(model: str | Path | PreTrainedConfig | PreTrainedModel) -> VisionLan
 
 
 def _as_tied(config: PreTrainedConfig, *, tied: bool) -> PreTrainedConfig:
-    """A copy of a configuration that says whether head and embedding are tied, wherever a family looks for it."""
     changed = deepcopy(config)
     for part in (changed, changed.get_text_config()):
         part.tie_word_embeddings = tied
@@ -187,7 +186,6 @@ def _whole(model_class: Any, folder: Path) -> Any:
 
 
 def _usable(device: str) -> torch.device:
-    """A device that tensors can be on, and read from."""
     try:
         torch.empty(1, device=device).cpu()  # "meta" exists and holds nothing
         return torch.device(device)

@@ -121,7 +121,6 @@ def packed_attention(
 def _bounds_from_positions(
     query: Tensor, key: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> Tensor | None:
-    """Bounds of one unmasked sequence, or None for batches and caches."""
     num_tokens = query.shape[2]
     if attention_mask is not None or query.shape[0] != 1 or key.shape[2] != num_tokens:
         return None

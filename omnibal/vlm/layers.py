@@ -193,7 +193,6 @@ class VisionLanguageModel:
         return {path: part for path, part in found.items() if isinstance(part, nn.Module)}
 
     def trained_weights(self, index: int) -> dict[str, int]:
-        """Names on disk and sizes of the weights of layer ``index`` that may get a gradient."""
         # A layer's constructor may set requires_grad: ask a layer on the meta device.
         recipe, names = self._recipes[index], self.weight_names(index)
         layer = recipe.layer_class(self.config, **{name: deepcopy(self._part(at)) for name, at in recipe.parts.items()})
@@ -256,7 +255,6 @@ class VisionLanguageModel:
 
 
 def skeleton_of(model_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
-    """A Hugging Face model on the meta device, with attention for packs."""
     # No memory is taken: tensors on the meta device have shapes only.
     with torch.device("meta"):
         try:

@@ -85,7 +85,6 @@ def base_of(adapters: Any) -> Path | None:
 
 
 def _adapted(model: VisionLanguageModel, index: int, record: LayerRecord) -> LayerRecord:
-    """The record of a layer with adapters: what it trains, and what the adapters cost."""
     # An adapter is two matrices, in × rank and rank × out; under dropout it keeps an input of its own.
     found = [module for part in model.parts(index).values() for module in part.modules() if hasattr(module, "lora_A")]
     adapters: list[Any] = [module for module in found if module.lora_A]

@@ -160,7 +160,6 @@ class _Bench:
         return payload.with_integers(targets_of(labels))
 
     def _load(self, index: int, pack: MadePack) -> Load:
-        """What of a pack a layer's costs depend on."""
         # Of the head tokens and targets. Before the text embedding vision units, and their squares where attention
         # covers an image of any size; tokens after it; both where features of the images are handed on.
         record, load = self.model.records[index], pack.load
@@ -308,7 +307,6 @@ class MadePack:
     def payload(
         self, model: VisionLanguageModel, *, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
     ) -> Payload:
-        """The input of a model's first layer, with random pixels and tokens."""
         generator = torch.Generator().manual_seed(seed)
         share = self.units // self.samples_with_images
         items = [

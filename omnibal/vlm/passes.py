@@ -236,7 +236,6 @@ def address_of(tensor: Tensor) -> int:
 
 
 def storage_bytes(tensors: list[Tensor]) -> int:
-    """Bytes of the storages of tensors; a shared storage counts once."""
     return sum({address_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 

@@ -106,7 +106,6 @@ class SentTensors:
         return (*self.floats(payload), *(payload.integers[name] for name in self.integers))
 
     def floats(self, payload: Payload) -> tuple[Tensor, ...]:
-        """The floats among `flatten`: hidden states, then features."""
         return (payload.hidden, *(payload.features[name] for name in self.features))
 
     def build(self, tensors: Sequence[Tensor]) -> Payload:
@@ -270,7 +269,6 @@ class DeferringLinear(nn.Linear):
         return self.product(input, self.bias)
 
     def product(self, input: Tensor, own_bias: Tensor | None) -> Tensor:
-        """The layer's output with one bias, or without."""
         # Autograd computes the gradients of input and bias in the backward pass. If neither is wanted, the weight's
         # gradient is computed there, too: nothing would be gained by deferring it.
         # Bits equal to nn.Linear's: it flattens its input to rows if the weight requires a gradient, and fuses the bias

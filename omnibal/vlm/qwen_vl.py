@@ -118,7 +118,6 @@ class QwenPatchEmbedding(PartsLayer):
         return payload.replace(hidden=patches.contiguous())
 
     def _positions(self, grids: Tensor, patches: Tensor) -> Tensor:
-        """The table of learned positions, stretched to each image's grid."""
         if not len(patches):
             return self.pos_embed(torch.empty(0, dtype=torch.int64, device=patches.device))  # type: ignore[no-any-return]
         # transformers' own interpolation: the four nearest entries of the table, and their shares, for each patch.

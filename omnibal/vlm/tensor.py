@@ -128,12 +128,10 @@ class TokenParts(NamedTuple):
         return self._as_part(functional.pad(part, (0, 0, 0, each - len(part))))
 
     def gathered(self, part: Tensor) -> Tensor:
-        """The whole tensor, of all ranks' parts."""
         count = torch.Size(self.shape).numel()
         return self.ranks.gather(part.flatten(0, -2))[:count].view(*self.shape, part.shape[-1])
 
     def scattered(self, whole: Tensor) -> Tensor:
-        """This rank's part of the sum of all ranks' whole tensors."""
         rows = whole.reshape(-1, whole.shape[-1])
         return self._as_part(self.ranks.scatter_sum(functional.pad(rows, (0, 0, 0, -len(rows) % self.ranks.size))))
 
@@ -380,7 +378,6 @@ def _share_rows(module: nn.Module, linear: nn.Linear, total: Callable[[Tensor], 
 
 
 def _share_words(layer: nn.Module, module: nn.Module, words: tuple[int, int], ranks: TensorGroup) -> None:
-    """Tell an embedding or a head, and the layer around it, which words it has."""
     first, count = words[0], words[1] - words[0]
     if isinstance(module, nn.Embedding):
         _become(module, SharedEmbedding, num_embeddings=count, ranks=ranks, first=first)
@@ -400,7 +397,6 @@ def _share_attention(module: nn.Module, model: "VisionLanguageModel", index: int
 
 
 def _before(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Let a module get what ``change`` makes of its hidden states."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:

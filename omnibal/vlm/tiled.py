@@ -176,7 +176,6 @@ def llava_onevision(config: LlavaOnevisionConfig) -> VisionLanguageModel:
 
 
 def _tokens(rule: ImageRule, sample: Mapping[str, Tensor]) -> int:
-    """What a sample's images bring to the language model."""
     sizes = [(width, height) for height, width in sample[IMAGE_SIZES].tolist()]
     counts = sample[IMAGES_OF_SAMPLES].tolist() if IMAGES_OF_SAMPLES in sample else [len(sizes)]
     if sum(counts) != len(sizes) or min(counts, default=0) < 0:

@@ -191,7 +191,6 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _stored_weights(model: VisionLanguageModel, source: str | Path | Mapping[str, Tensor]) -> Mapping[str, Stored]:
-    """The tensors of a folder, or of a model in memory, that has exactly the model's."""
     if isinstance(source, str | Path):
         where, stored = str(source), _read_names(model, Path(source))
     else:
