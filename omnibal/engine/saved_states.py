@@ -74,12 +74,12 @@ class SavedPart(NamedTuple):
 
 
 class OwnPart(NamedTuple):
-    """The elements from ``start`` on of a flattened weight, which lie from ``place`` on in the optimizer's tensor."""
+    """The elements from ``start`` on of a flattened weight, which lie from ``offset`` on in the optimizer's tensor."""
 
     name: str
     num_weights: int
     start: int
-    place: int
+    offset: int
     length: int
 
 
@@ -101,8 +101,8 @@ class SavedStates:
         spread = manifest.get("encoder") == "spread"
         stages = [stage for stage, (first, stop) in bounds if spread or any(first <= each < stop for each in layers)]
         # PipelineParallelGrid numbers the ranks of a column stage by stage, and in a stage by tensor rank.
-        places = [ranks.rank] if self._size == ranks.size else range(self._size)
-        wanted = {stage * self._size + place: number for stage in stages for number, place in enumerate(places)}
+        tensor_ranks = [ranks.rank] if self._size == ranks.size else range(self._size)
+        wanted = {stage * self._size + rank: number for stage in stages for number, rank in enumerate(tensor_ranks)}
         # Files with state: those of shares, or where there are none of engines; by number, then by replica.
         names = manifest["files"]
         shares = [(int(found[2]), int(found[1]), found[0]) for found in map(_SHARE.fullmatch, names) if found]
@@ -110,7 +110,7 @@ class SavedStates:
         for number, _, file in sorted(shares or engines):
             if number in wanted:
                 for name, part in _parts_of(checkpoint / file, opened(checkpoint / file), vlm):
-                    self._parts.setdefault(name, [[] for _ in places])[wanted[number]].append(part)
+                    self._parts.setdefault(name, [[] for _ in tensor_ranks])[wanted[number]].append(part)
         self._layers = {name: (index, own) for index in layers for own, name in vlm.weight_names(index).items()}
         for _, owned in chain.from_iterable(_owned(engine)):
             for own in owned:
@@ -215,15 +215,15 @@ def _parts_of(path: Path, content: Any, vlm: VisionLanguageModel) -> Iterator[tu
     """Names on disk and parts of the weights in a file."""
     shares = content.get("optimizer_state_dict")
     base = content["optimizer"] if shares is None else shares["base_optimizer_state"]
-    for place, group in enumerate(base["param_groups"]):
+    for index, group in enumerate(base["param_groups"]):
         states = [base["state"].get(number, {}) for number in group["params"]]
         if shares is None:
             for name, state in zip(group["names"], states, strict=True):
                 yield name, SavedPart(None, None, state, group, path)
             continue
         # One flat tensor for the group; DeepSpeed's universal checkpoints cut it by the same addresses.
-        flat = shares["single_partition_of_fp32_groups"][place].detach()
-        for name, address in shares["param_slice_mappings"][place].items():
+        flat = shares["single_partition_of_fp32_groups"][index].detach()
+        for name, address in shares["param_slice_mappings"][index].items():
             cut = slice(address.start, address.start + address.numel)
             state = {key: value[cut] if _is_row(value) else value for key, value in states[0].items()}
             yield _disk_name(name, vlm), SavedPart(address.numel, flat[cut], state, group, path)
@@ -257,9 +257,9 @@ def _owned(engine: Any) -> Iterator[list[tuple[Tensor, list[OwnPart]]]]:
         for parameter in parameters:
             mapping = parameter._hp_mapping  # None where other replicas update all of the parameter
             if mapping is not None:
-                own, place = mapping.lp_fragment_address, mapping.hp_fragment_address.start
+                own, offset = mapping.lp_fragment_address, mapping.hp_fragment_address.start
                 name = names.get(parameter, (PLACEHOLDER,))[0]
-                parts.append(OwnPart(name, parameter.numel(), own.start, place, own.numel))
+                parts.append(OwnPart(name, parameter.numel(), own.start, offset, own.numel))
         yield [(group["params"][0], parts)]
 
 
@@ -268,8 +268,8 @@ def _is_row(value: Any) -> bool:
 
 
 def _copy(rows: Iterable[Tensor], own: OwnPart, into: Tensor) -> None:
-    """Copy an own part out of the rows of a whole weight, one behind the other, to its place."""
-    start, target = own.start, into.view(-1)[own.place : own.place + own.length]
+    """Copy an own part out of the rows of a whole weight, one behind the other, into the optimizer's tensor."""
+    start, target = own.start, into.view(-1)[own.offset : own.offset + own.length]
     for row in rows:
         first, stop = max(start, 0), min(start + own.length, row.numel())
         if first < stop:

@@ -4,12 +4,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from inspect import Parameter, signature
 from math import prod
-from pathlib import Path
 from typing import Any, Final, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import models
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
@@ -94,9 +92,8 @@ class VisionEncoder:
         takes = "mm_encoder_outputs" in signature(model.forward).parameters
         if not takes or not hasattr(getattr(model, "model", None), "get_image_features"):
             raise ConfigError(
-                "model must take mm_encoder_outputs and have model.get_image_features, as those of "
-                f"{', '.join(_taking_encoded_images())} do, got {type(model).__name__}; describe another model's "
-                "encoders by omnibal.packs.encoders.EncoderAdapter"
+                "model must take mm_encoder_outputs and have model.get_image_features, got "
+                f"{type(model).__name__}; describe its encoders by omnibal.packs.encoders.EncoderAdapter"
             )
         self._model, self._kind, self._listed = cast("Any", model), kind, False
         self._known = [*_taken(model, kind)]
@@ -194,8 +191,7 @@ def encoders_of(model: Any, *, blank: Mapping[str, Tensor] | None = None) -> dic
             from the model's configuration. Its pixels must not be zeros, which some models take for padding.
 
     Raises:
-        ConfigError: The model does not take encoded images; the message names those that do. Or its configuration does
-            not tell what an image is like.
+        ConfigError: The model does not take encoded images, or its configuration does not tell what an image is like.
     """
     phases = known_phases(model)
     encoders: dict[str, EncoderAdapter] = {"sound": SoundEncoder(model)} if "sound" in phases else {}
@@ -335,12 +331,6 @@ def device_and_dtype(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     """Device and precision of a model: those of its first weight that is not quantized to integers."""
     weight = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
     return weight.device, weight.dtype
-
-
-def _taking_encoded_images() -> list[str]:
-    """Names of transformers' model types that take ``mm_encoder_outputs``, as their source files say."""
-    files = sorted(Path(str(models.__file__)).parent.glob("*/modeling_*.py"))
-    return sorted({file.parent.name for file in files if "mm_encoder_outputs" in file.read_text(encoding="utf-8")})
 
 
 def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:

@@ -337,9 +337,6 @@ class StreamCallback(PacksCallback):
         super().__init__(trainer, feed, costs, sharding_of(trainer), lambda: check_model(trainer, *texts))
         self._loader = loader
 
-    def go_on_from(self, made_from: Mapping[str, Any]) -> None:
-        """Do nothing: packs of a stream follow no measured cost."""
-
     def made_from(self) -> dict[str, Any]:
         """What packs depend on; a change of the rest is told where the rank's place is loaded."""
         return {name: value for name, value in self._loader.made_from.items() if name not in FREE}

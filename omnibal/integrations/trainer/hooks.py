@@ -72,9 +72,6 @@ class RecipeCallback(TrainerCallback, ABC):  # type: ignore[misc]
     def made_from(self) -> dict[str, Any]:
         """What must be the same to go on, as JSON keeps it."""
 
-    def go_on_from(self, made_from: Mapping[str, Any]) -> None:
-        """Take over from a checkpoint what the run may have chosen otherwise."""
-
     @abstractmethod
     def check(self) -> None:
         """Called once, when the model is wrapped and loaded, before the first step."""
@@ -88,11 +85,8 @@ class RecipeCallback(TrainerCallback, ABC):  # type: ignore[misc]
         # Not under a callback's own name: Trainer makes callbacks anew of what it finds under their names.
         name = f"omnibal.{type(self).__name__}"
         kept: Any = state.stateful_callbacks
-        goes_on = state.global_step and not args.ignore_data_skip
-        if goes_on:
-            self.go_on_from(kept.get(name, {}))
         own = self.made_from()
-        if goes_on:
+        if state.global_step and not args.ignore_data_skip:
             if name not in kept:
                 raise ConfigError(
                     "the checkpoint must have been saved under balance as it is called now, got one of other batches; "
