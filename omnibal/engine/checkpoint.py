@@ -78,7 +78,6 @@ class SavedFile(NamedTuple):
 
     @classmethod
     def of(cls, path: Path, rank: int) -> "SavedFile":
-        """A file as it is now."""
         size, checksum, block = 0, 0, memoryview(bytearray(_BLOCK_BYTES))
         with path.open("rb", buffering=0) as file:
             while count := file.readinto(block):
@@ -285,7 +284,6 @@ def finish(unfinished: Path) -> None:
 
 
 def delete(checkpoint: Path) -> None:
-    """Delete a checkpoint, if it is there, or the link to it."""
     # It loses its name first: what a kill leaves of it has that of an unfinished save, which the next one deletes.
     if os.path.lexists(checkpoint):
         nameless = checkpoint.with_name(checkpoint.name + UNFINISHED)
@@ -302,7 +300,6 @@ def _remove(path: Path) -> None:
 
 
 def keep_newest(folder: Path, count: int) -> None:
-    """Delete all but the newest ``count`` checkpoints of a folder."""
     found = newest_first(folder)
     kept = [path for path in found if _number(path) < inf][:count]
     for path in found:

@@ -212,7 +212,6 @@ class SavedStates:
 
 
 def _parts_of(path: Path, content: Any, vlm: VisionLanguageModel) -> Iterator[tuple[str, SavedPart]]:
-    """Names on disk and parts of the weights in a file."""
     shares = content.get("optimizer_state_dict")
     base = content["optimizer"] if shares is None else shares["base_optimizer_state"]
     for index, group in enumerate(base["param_groups"]):

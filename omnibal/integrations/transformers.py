@@ -334,7 +334,6 @@ class StepLoss:
         self._head: Any = None  # of the micro-batch that is computed, where it works on target rows alone
 
     def install(self) -> None:
-        """Let the trainer train with this loss."""
         vars(self._trainer).update(get_batch_samples=self.draw, compute_loss=self.compute)
         if self._keeps_loss:
             self._trainer.loss_is_scaled_for_ga = True  # by the target tokens of the step

@@ -155,7 +155,6 @@ class SampleCollator(ABC):
         """A batch of samples, as the model or the host takes it."""
 
     def without_targets(self, sample: Any) -> dict[str, Any]:
-        """The sample as a filler."""
         return {**sample, "labels": torch.full_like(torch.as_tensor(sample["labels"]), IGNORED)}
 
     @property
@@ -164,7 +163,6 @@ class SampleCollator(ABC):
         return WINDOWS if hears_alone(self._arguments) else None
 
     def measure(self, dataset: Any, numbers: Sequence[int]) -> list[Loads]:
-        """Loads of some samples, each of which is read once."""
         return [self.loads(self.sample(dataset[number])) for number in numbers]
 
     def __call__(self, drawn: PackItems) -> Any:
@@ -203,7 +201,6 @@ class PackCollator(SampleCollator):
 
     @classmethod
     def of(cls, model: Any, collate: Collator, **options: Any) -> Self:
-        """The collator of packs for a model of transformers or peft."""
         return cls(collate, positions_of(model.config), arguments=arguments_of(model), **options)
 
     def sample(self, item: Any) -> dict[str, Tensor]:
@@ -280,7 +277,6 @@ class PaddedCollator(SampleCollator):
         return batch
 
     def sample(self, item: Any) -> dict[str, Any]:
-        """A batch of one item."""
         return self.pack([item])
 
     def loads(self, sample: Mapping[str, Tensor]) -> Loads:
@@ -368,7 +364,6 @@ def unpadded_images(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def joined_images(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The images of all samples as the model takes them."""
     return as_one_row(images_of(samples, rows_of_images(samples)))
 
 
@@ -382,7 +377,6 @@ def images_of(samples: Sequence[Mapping[str, Tensor]], shapes: RowKinds) -> dict
 
 
 def _padded(rows: Tensor, shape: Sequence[int]) -> Tensor:
-    """Rows with zeros behind, in the given shape of a row."""
     behind = [most - size for most, size in zip(shape, rows.shape[1:], strict=True)]
     return pad(rows, [amount for size in reversed(behind) for amount in (0, size)])
 

@@ -262,7 +262,6 @@ def blank_samples(model: Any) -> list[dict[str, Tensor]]:
 
 
 def phases_of(encoders: Mapping[str, EncoderAdapter]) -> list[str]:
-    """Names of the phases, in the order of their first encoders."""
     return [*dict.fromkeys(encoder.phase for encoder in encoders.values())]
 
 

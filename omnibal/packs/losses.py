@@ -184,7 +184,6 @@ class HeadOnTargets:
         return True
 
     def look(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
-        """Hook behind the model's own forward pass."""
         self.is_used = self.has_given(getattr(output, "logits", None))
 
 

@@ -299,7 +299,6 @@ def made_samples(model: Any) -> list[dict[str, Tensor]]:
 
 
 def _images(image: Mapping[str, Tensor], count: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Images of random pixels with the shape of one."""
     if not (image and count):
         return {}
     fields = {name: torch.cat([value] * count) for name, value in image.items()}
@@ -308,7 +307,6 @@ def _images(image: Mapping[str, Tensor], count: int, generator: torch.Generator)
 
 
 def as_pack(model: Any, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
-    """Samples as `PackCollator` packs them."""
     collator = PackCollator(lambda items: items[0], positions_of(model.config))
     return collator.pack([{**sample, "labels": sample["input_ids"]} for sample in samples])
 

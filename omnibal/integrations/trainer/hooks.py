@@ -183,7 +183,6 @@ class PacksCallback(RecipeCallback):
         return figures
 
     def _figures_of_unlogged(self) -> dict[str, float]:
-        """Means over the steps since figures were last asked for."""
         steps, self._unlogged = self._unlogged, []
         if not steps:
             return {}

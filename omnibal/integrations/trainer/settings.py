@@ -140,12 +140,10 @@ def keeps_sft_loss(trainer: Any) -> bool:
 
 
 def model_of(trainer: Any) -> Any:
-    """The trainer's model without the wrappers of its layout."""
     return trainer.accelerator.unwrap_model(trainer.model)
 
 
 def sharding_of(trainer: Any) -> Sharding:
-    """How the trainer's ranks share their work."""
     if trainer.is_deepspeed_enabled:
         layouts: tuple[Sharding, ...] = ("ddp", "zero1", "zero2", "zero3")
         return layouts[int(trainer.accelerator.state.deepspeed_plugin.zero_stage)]
@@ -212,7 +210,6 @@ def set_micro_batches(trainer: Any, micro_batches: int) -> None:
 
 
 def recompute_of(trainer: Any) -> Level:
-    """What layers compute again in their backward passes."""
     by_model = trainer.args.gradient_checkpointing or getattr(model_of(trainer), "is_activation_checkpointing", False)
     by_fsdp = trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.activation_checkpointing
     return "full" if by_model or by_fsdp else "none"
