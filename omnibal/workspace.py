@@ -111,10 +111,6 @@ class Workspace:
         return self.files if self.replaces or self.followed_plan is None else self.files.what_if
 
     @property
-    def whole_config(self) -> dict[str, Any]:
-        return self.config | {"omnibal": self.section.model_dump(mode="json")}
-
-    @property
     def kept_plan(self) -> Path:
         """Where a plan is kept: where training finds it only if it may be replaced."""
         assert self.files is not None, "only a ds_config keeps something"
@@ -329,21 +325,18 @@ class Workspace:
         """What each layer costs: named, kept and still true, or made for the cluster's device."""
         if self.overrides.profile is not None:
             if self.files is not None:
-                self._check_profile(self.overrides.profile)
+                self._check_profile(self.overrides.profile, is_named=True)
             return self.overrides.profile
         return self._kept_profile() or self.make_profile()
 
-    def make_profile(self, limits: PackLimits | None = None, *, num_tensor: int | None = None) -> ModelProfile:
-        """Count what layers cost, or measure it, and keep it."""
+    def make_profile(self, limits: PackLimits | None = None) -> ModelProfile:
+        """Count what layers cost, or measure it for packs of these limits, and keep it."""
         if any(record.module == "sound" for record in self.records):
             raise ConfigError(f"model must be one without sounds to be planned for, got {self.model_folder}")
-        num_tensor = num_tensor or self.num_tensor
-        check_degree(self.records, num_tensor)
+        check_degree(self.records, self.num_tensor)
         if self.measures:
-            made = self._measured_profile(limits or self.limits, num_tensor)
-        else:
-            made = self._counted_profile(self.cluster.device, num_tensor)
-        return self._saved(made)
+            return self._saved(self._measured_profile(limits or self.limits))
+        return self._saved(self._counted_profile(self.cluster.device))
 
     def _saved(self, profile: ModelProfile) -> ModelProfile:
         if self.files is not None:
@@ -352,48 +345,38 @@ class Workspace:
         return profile
 
     def corrected_profile(self, calibration: Calibration) -> ModelProfile:
-        device = Device.named(calibration.counted_for)
-        return calibration.apply(self._counted_profile(device, self.num_tensor))
+        return calibration.apply(self._counted_profile(Device.named(calibration.counted_for)))
 
     def take_measured(self, calibration: Calibration) -> None:
         """Plan for costs as a run has measured them, and keep these."""
         made = self.corrected_profile(calibration)
-        self._check_kept_profile(made)
+        self._check_profile(made)
         self.overrides = replace(self.overrides, profile=self._saved(made))
 
-    def _counted_profile(self, device: Device, num_tensor: int) -> ModelProfile:
+    def _counted_profile(self, device: Device) -> ModelProfile:
         return analytic_profile(
             self.records, device, dtype=dtype_of(self.config), frozen=self.section.model.frozen,
-            tensor_parallel=num_tensor,
+            tensor_parallel=self.num_tensor,
         )  # fmt: skip
 
-    def _measured_profile(self, limits: PackLimits, num_tensor: int) -> ModelProfile:
+    def _measured_profile(self, limits: PackLimits) -> ModelProfile:
         import torch
 
         from omnibal.vlm.measure import measure_profile
         from omnibal.vlm.passes import MeasurementWarning, this_device
 
+        # Tensor ranks add up what they compute over links, whose speed the cluster says.
+        links = self.cluster.device if self.num_tensor > 1 else None
         # Warnings are gathered, not shown: they are part of the answer, in JSON, too.
         with self.working("measuring") as report, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", MeasurementWarning)
             made = measure_profile(
                 self.model, limits, dtype=getattr(torch, dtype_of(self.config)), device=this_device(),
-                frozen=self.section.model.frozen, num_tensor=num_tensor,
+                frozen=self.section.model.frozen, num_tensor=self.num_tensor,
                 report=lambda name: report(f"measuring {name}"),
             )  # fmt: skip
         self.warnings += [str(entry.message) for entry in caught if issubclass(entry.category, MeasurementWarning)]
-        if num_tensor > 1 and self.known_cluster is not None:
-            return with_sums(made, self.records, self.known_cluster.device)
-        if num_tensor > 1:
-            self.warnings.append("sums of tensor ranks take no time in these costs: no cluster says how fast links are")
-        return made
-
-    def _check_profile(self, profile: ModelProfile) -> None:
-        records = None if self.section.model.path is None else self.records
-        profile.check_matches(
-            records=records, dtype=dtype_of(self.config), tensor_parallel=self.num_tensor,
-            frozen=self.section.model.frozen,
-        )  # fmt: skip
+        return made if links is None else with_sums(made, self.records, links)
 
     def _kept_profile(self) -> ModelProfile | None:
         """The run's profile, else that of its what-ifs, if one still fits; says why it does not."""
@@ -405,7 +388,7 @@ class Workspace:
                 continue
             try:
                 found = ModelProfile.load(file)
-                self._check_kept_profile(found)
+                self._check_profile(found)
             except ConfigError as error:
                 self.say(f"{file} is {'made anew' if file == self.kept.profile else 'left alone'}: {error}")
                 continue
@@ -414,45 +397,19 @@ class Workspace:
             return found
         return None
 
-    def _check_kept_profile(self, found: ModelProfile) -> None:
-        self._check_profile(found)
+    def _check_profile(self, found: ModelProfile, *, is_named: bool = False) -> None:
+        """Refuse a profile of other layers or settings, or, unless the command line names it, of another device."""
+        found.check_matches(
+            records=None if self.section.model.path is None else self.records, dtype=dtype_of(self.config),
+            tensor_parallel=self.num_tensor, frozen=self.section.model.frozen,
+        )  # fmt: skip
+        if is_named:
+            return
         cluster = self.known_cluster
         if cluster is not None and not found.is_of(cluster.device):
             raise ConfigError(f"profile must be of {cluster.device.name}, got {found.device}")
         if self.measures and not found.versions:
             raise ConfigError("profile must be measured, got a counted one")
-
-    @cached_property
-    def found_plan(self) -> Plan | None:
-        """The named plan, else the kept one if it still fits; says why it does not."""
-        if self.named_plan is not None or self.files is None or not self.kept_plan.is_file():
-            return self.named_plan
-        try:
-            plan = Plan.load(self.kept_plan)
-            now = layout_of(self.config, plan.num_stages, plan.layout.num_replicas)
-        except ConfigError as error:
-            self.say(f"{self.kept_plan} is made anew: {error}")
-            return None
-        packing, pipeline, asked = self.section.packing, self.section.pipeline, plan.made_from.get("request", {})
-        # Each setting as the plan has it, and as it is now; "auto" asks for nothing.
-        settings = {
-            "lengths": (plan.made_from.get("lengths"), self.lengths.content_hash),
-            "costs": (plan.made_from.get("profile"), self.profile.content_hash),
-            "ZeRO stage": (plan.layout.zero_stage, now.zero_stage),
-            "sums of gradients": (plan.layout.sums_float32, now.sums_float32),
-            "cluster": (plan.cluster, self.asked_cluster or plan.cluster),
-            "number of stages": (plan.num_stages, pipeline.num_stages),
-            "encoder": (plan.layout.encoder, self.encoder_on(plan.layout.num_devices)),
-            "schedule": (plan.schedule, pipeline.schedule),
-            "samples of a step": (asked.get("global_batch"), self.samples_per_step or "auto"),
-            "method of packing": (asked.get("method", packing.method), packing.method),
-            "seed of packing": (asked.get("seed", packing.seed), packing.seed),
-        }
-        changed = [name for name, (planned, present) in settings.items() if present not in ("auto", planned)]
-        if changed:
-            self.say(f"{self.kept_plan} is made anew: {', '.join(changed)} changed")
-            return None
-        return plan
 
     @cached_property
     def samples_per_step(self) -> int | None:

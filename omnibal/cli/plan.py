@@ -261,8 +261,9 @@ def _try(workspace: Workspace, result: PlanResult, choice: Choice, name: str) ->
         return result.plan_of(choice)
 
     plan = result.plan_of(choice)
+    config = workspace.config | {"omnibal": workspace.section.model_dump(mode="json")}
     run_trials(
-        workspace.whole_config, [plan], launcher_options=["--num_gpus", str(plan.layout.num_devices)],
+        config, [plan], launcher_options=["--num_gpus", str(plan.layout.num_devices)],
         budget_bytes=plan.known_cluster.allocatable_bytes(plan.layout), on_trial=on_trial, retreat=ease,
     )  # fmt: skip
     return done

@@ -42,7 +42,7 @@ WEIGHED: Final[Mapping[LayoutChoice, tuple[Kind, ...]]] = {
 
 def plan_of(workspace: Workspace) -> Plan:
     """The workspace's plan, with a cluster; where it has none, a new one, which is kept."""
-    plan, profile = workspace.found_plan, workspace.profile
+    plan, profile = _found_plan(workspace), workspace.profile
     if plan is None:
         plan = solve(workspace, request_of(workspace)).plan
         plan.save(workspace.kept_plan)
@@ -55,6 +55,38 @@ def plan_of(workspace: Workspace) -> Plan:
     # A plan may name a level for all layers alike; costs do not tell all levels of all layers apart.
     recompute = profile.levels_like(plan.recompute)
     return replace(plan, recompute=recompute, cluster=workspace.asked_cluster or plan.cluster or workspace.cluster)
+
+
+def _found_plan(workspace: Workspace) -> Plan | None:
+    """The named plan, else the kept one if it still fits; says why it does not."""
+    if workspace.named_plan is not None or workspace.files is None or not workspace.kept_plan.is_file():
+        return workspace.named_plan
+    try:
+        plan = Plan.load(workspace.kept_plan)
+        now = layout_of(workspace.config, plan.num_stages, plan.layout.num_replicas)
+    except ConfigError as error:
+        workspace.say(f"{workspace.kept_plan} is made anew: {error}")
+        return None
+    packing, pipeline, asked = workspace.section.packing, workspace.section.pipeline, plan.made_from.get("request", {})
+    # Each setting as the plan has it, and as it is now; "auto" asks for nothing.
+    settings = {
+        "lengths": (plan.made_from.get("lengths"), workspace.lengths.content_hash),
+        "costs": (plan.made_from.get("profile"), workspace.profile.content_hash),
+        "ZeRO stage": (plan.layout.zero_stage, now.zero_stage),
+        "sums of gradients": (plan.layout.sums_float32, now.sums_float32),
+        "cluster": (plan.cluster, workspace.asked_cluster or plan.cluster),
+        "number of stages": (plan.num_stages, pipeline.num_stages),
+        "encoder": (plan.layout.encoder, workspace.encoder_on(plan.layout.num_devices)),
+        "schedule": (plan.schedule, pipeline.schedule),
+        "samples of a step": (asked.get("global_batch"), workspace.samples_per_step or "auto"),
+        "method of packing": (asked.get("method", packing.method), packing.method),
+        "seed of packing": (asked.get("seed", packing.seed), packing.seed),
+    }
+    changed = [name for name, (planned, present) in settings.items() if present not in ("auto", planned)]
+    if changed:
+        workspace.say(f"{workspace.kept_plan} is made anew: {', '.join(changed)} changed")
+        return None
+    return plan
 
 
 def solve(workspace: Workspace, request: PlanRequest) -> PlanResult:
