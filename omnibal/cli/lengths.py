@@ -56,13 +56,6 @@ OutArgument = Annotated[
 ModelOption = Annotated[
     Path | None, typer.Option(help="The model's Hugging Face folder: its tokenizer and how it cuts images.")
 ]
-ImagesOption = Annotated[
-    Path | None, typer.Option(help="Folder of images that annotations name; by default the annotations' own.")
-]
-TilesOption = Annotated[
-    int | None,
-    typer.Option(help="The most tiles an image is cut into; by default what the model's folder says.", min=1),
-]
 BrokenOption = Annotated[
     Literal["error", "skip"] | None,
     typer.Option(help="What to do with samples that cannot be read: stop and report them all, or leave them out."),
@@ -84,8 +77,6 @@ def lengths(
     source: SourceArgument,
     out: OutArgument = None,
     model: ModelOption = None,
-    images: ImagesOption = None,
-    max_tiles: TilesOption = None,
     broken: BrokenOption = None,
     samples: SamplesOption = None,
     limits: LimitsOption = None,
@@ -110,13 +101,13 @@ def lengths(
     """
     kind = expect("source", source, ("ds_config", "dataset", "token lengths", "saved lengths"))
     check_folder("out", out)
-    fixed, options = read_limits(limits), {"model": model, "images": images, "max-tiles": max_tiles}
+    fixed = read_limits(limits)
     if samples is not None and kind != "ds_config":
         raise ConfigError(f"source must be the run's ds_config to show --samples, got {source}")
     # Lengths come from a ds_config's workspace, from a dataset measured now, or from lists or a folder of lengths.
     workspace = None
     if kind == "ds_config":
-        refuse(options, "a ds_config names data and model")
+        refuse({"model": model}, "a ds_config names data and model")
         workspace = open_workspace(source)
         if broken is not None:
             data = workspace.section.data.model_copy(update={"broken": broken})
@@ -130,11 +121,16 @@ def lengths(
             return
         found, unit = workspace.found_lengths, workspace.vision_unit
     elif kind == "dataset":
-        images_folder = None if images is None else str(images)
-        data = DataSection(train=str(source), images=images_folder, max_tiles=max_tiles, broken=broken or "error")
-        found, unit = _measured(data, model, out)
+        # As a ds_config with this data and model would say it.
+        if out is None:
+            raise ConfigError(f"out must name a folder for the lengths, got none: {source} is no ds_config")
+        if model is None:
+            raise ConfigError(f"--model must name the model's folder, got nothing: {source} is a dataset")
+        data = DataSection(train=str(source), broken=broken or "error")
+        of_data = Workspace({}, OmnibalSection(model=ModelSection(path=str(model)), data=data))
+        found, unit = of_data.measured_lengths(out), vision_unit_of(of_data.records)
     else:
-        refuse(options, f"{source} holds lengths")
+        refuse({"model": model}, f"{source} holds lengths")
         found = read_lengths([source], "source")
         unit = found.lengths.vision_unit
     if out is not None:
@@ -143,17 +139,6 @@ def lengths(
         (out / BROKEN_FILE).write_text(json.dumps(problems, indent=2, default=str) + "\n")
     task = _packing_of(workspace, found.lengths, fixed, (num_replicas, micro_batches), unit)
     _answer(task, found, out, compare=compare, as_json=as_json)
-
-
-def _measured(data: DataSection, model: Path | None, folder: Path | None) -> tuple[FoundLengths, str]:
-    """Lengths by the section that a ds_config with this data and model would have, and the model's vision unit."""
-    if folder is None:
-        raise ConfigError(f"out must name a folder for the lengths, got none: {data.train} is no ds_config")
-    if model is None:
-        raise ConfigError(f"--model must name the model's folder, got nothing: {data.train} is a dataset")
-    section = OmnibalSection(model=ModelSection(path=str(model)), data=data)
-    workspace = Workspace({}, section)
-    return workspace.measured_lengths(folder), vision_unit_of(workspace.records)
 
 
 def _show(workspace: Workspace, numbers: str, *, as_json: bool) -> None:
