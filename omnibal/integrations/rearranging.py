@@ -25,8 +25,6 @@ from omnibal.packs.proof import check_packed, two_texts
 from omnibal.ranks import Meeting
 from omnibal.ranks.failures import failures_reach_all_ranks
 
-Sample = Mapping[str, Tensor]
-
 
 @dataclass(frozen=True)
 class StepCheck:
