@@ -12,7 +12,7 @@ with layers ``a`` to ``b - 1``. Entries with ``a >= b`` are no stage and are ign
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from operator import index
 
@@ -286,12 +286,34 @@ def descend(
     ``known`` has the seconds of the starts and of other partitions, ``bound`` gives cheap lower bounds of ``evaluate``.
     """
     # All descents share what they have learned: no partition is evaluated twice or gone on from twice.
-    search = _Descent(evaluate, bound, dict(known))
+    seconds, left = dict(known), set[Boundaries]()
     for start in starts:
         best: Boundaries | None = start
-        while best is not None and best not in search.left:
-            best = search.leave(best, neighbours(best, _REACH))
-    return search.seconds
+        while best is not None and best not in left:
+            left.add(best)
+            best = _better_neighbour(best, seconds, left, evaluate, bound)
+    return seconds
+
+
+def _better_neighbour(
+    boundaries: Boundaries, seconds: dict[Boundaries, float], left: set[Boundaries], evaluate: Evaluate, bound: Evaluate
+) -> Boundaries | None:
+    """A better neighbour that no descent has ``left`` yet; ``seconds`` gets those that are evaluated."""
+    limit, moved = seconds[boundaries], neighbours(boundaries, _REACH)
+    rows = _rows(moved)
+    unknown = moved[[row not in seconds for row in rows]]
+    bounds = bound(unknown)
+    # A neighbour whose bound is not below the limit cannot be better; the lowest bounds come first.
+    order = np.argsort(bounds, kind="stable")[: np.count_nonzero(bounds < limit)]
+    for first in range(0, len(order), _AT_A_TIME):
+        few = unknown[order[first : first + _AT_A_TIME]]
+        seconds.update(zip(_rows(few), evaluate(few).tolist(), strict=True))
+        best = min(_rows(few), key=seconds.__getitem__)
+        if seconds[best] < limit:
+            return best
+    # Nothing new is better; another descent may have evaluated a better neighbour and not gone on from it.
+    better = [row for row in rows if seconds.get(row, limit) < limit and row not in left]
+    return min(better, key=seconds.__getitem__, default=None)
 
 
 def neighbours(boundaries: Boundaries, reach: int) -> IntArray:
@@ -308,33 +330,6 @@ def neighbours(boundaries: Boundaries, reach: int) -> IntArray:
     moves += [sign * far * np.eye(inner, dtype=np.int64) for far in range(2, reach + 1) for sign in (1, -1)]
     moved = np.array(boundaries) + np.pad(np.concatenate(moves), ((0, 0), (1, 1)))
     return moved[(np.diff(moved, axis=1) > 0).all(axis=1)]
-
-
-@dataclass
-class _Descent:
-    evaluate: Evaluate
-    bound: Evaluate
-    seconds: dict[Boundaries, float]
-    left: set[Boundaries] = field(default_factory=set)
-    """Partitions that a descent has gone on from."""
-
-    def leave(self, boundaries: Boundaries, moved: IntArray) -> Boundaries | None:
-        self.left.add(boundaries)
-        limit = self.seconds[boundaries]
-        rows = _rows(moved)
-        unknown = moved[[row not in self.seconds for row in rows]]
-        bounds = self.bound(unknown)
-        # A neighbour whose bound is not below the limit cannot be better; the lowest bounds come first.
-        order = np.argsort(bounds, kind="stable")[: np.count_nonzero(bounds < limit)]
-        for first in range(0, len(order), _AT_A_TIME):
-            few = unknown[order[first : first + _AT_A_TIME]]
-            self.seconds.update(zip(_rows(few), self.evaluate(few).tolist(), strict=True))
-            best = min(_rows(few), key=self.seconds.__getitem__)
-            if self.seconds[best] < limit:
-                return best
-        # Nothing new is better; another descent may have evaluated a better neighbour and not gone on from it.
-        better = [row for row in rows if self.seconds.get(row, limit) < limit and row not in self.left]
-        return min(better, key=self.seconds.__getitem__, default=None)
 
 
 def _rows(partitions: IntArray) -> list[Boundaries]:
