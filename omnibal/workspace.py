@@ -54,7 +54,7 @@ class FoundLengths:
     """Lengths of samples, and the items of their source that could not be used."""
 
     lengths: SampleLengths
-    place: str
+    origin: str
     """Name of the folder or file that the lengths come from, for messages."""
     problems: tuple["Problem", ...] = ()
     """Items that were left out."""
@@ -63,7 +63,7 @@ class FoundLengths:
 
     def __post_init__(self) -> None:
         if not len(self.lengths):
-            raise DataError(f"lengths must hold at least one sample, got none in {self.place}")
+            raise DataError(f"lengths must hold at least one sample, got none in {self.origin}")
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def read_config(config: str | Path | dict[str, Any]) -> tuple[dict[str, Any], Om
 
     Returns:
         The ds_config without the section, and the section (defaults where it is left out). The run's folder, its plan
-        and the places of DeepSpeed's monitors are filled in where they are left out or ``"auto"``.
+        and the folders of DeepSpeed's monitors are filled in where they are left out or ``"auto"``.
 
     Raises:
         ConfigError: The file is missing or no JSON object, or a key or value is wrong; the message names the key and
@@ -107,9 +107,9 @@ def _located(section: OmnibalSection, name: str | None) -> OmnibalSection:
 
 def _with_monitors(config: dict[str, Any], run: RunSection) -> dict[str, Any]:
     """Let DeepSpeed's monitors write into the run's folder, under its name, unless they say otherwise."""
-    places = {"output_path": str(run.files.monitor), "job_name": run.files.folder.name}
+    defaults = {"output_path": str(run.files.monitor), "job_name": run.files.folder.name}
     on = {key: config[key] for key in MONITORS if config.get(key, {}).get("enabled", False)}
-    return config | {key: places | monitor for key, monitor in on.items()}
+    return config | {key: defaults | monitor for key, monitor in on.items()}
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
@@ -119,22 +119,22 @@ def check_keys(config: Mapping[str, Any]) -> None:
             nearest = get_close_matches(key, HEEDED, n=1, cutoff=0.7)
             remedy = f"did you mean {nearest[0]!r}?" if nearest else "nothing in a pipeline heeds it"
             raise ConfigError(f"{key} of a ds_config must be left out, got {value!r:.80}; {INSTEAD.get(key, remedy)}")
-    for place in OBJECTS:
+    for path in OBJECTS:
         found: Any = config
-        for key in place.split("."):
+        for key in path.split("."):
             found = found.get(key, {})
         if not isinstance(found, dict):
-            raise ConfigError(f"{place} of a ds_config must be an object, got {found!r:.80}")
-    for place in _automatic(config):
-        if place not in AUTOMATIC and not place.startswith("zero_optimization."):
+            raise ConfigError(f"{path} of a ds_config must be an object, got {found!r:.80}")
+    for key, value in leaves(config):
+        if value == "auto" and key not in AUTOMATIC and not key.startswith("zero_optimization."):
             raise ConfigError(
-                f"{place} of a ds_config must be a value, got 'auto', which transformers' Trainer would fill in; "
+                f"{key} of a ds_config must be a value, got 'auto', which transformers' Trainer would fill in; "
                 f"here only {', '.join(sorted(AUTOMATIC))} may be"
             )
-    for place in ("bf16", "fp16"):
-        enabled = config.get(place, {}).get("enabled", False)
+    for key in ("bf16", "fp16"):
+        enabled = config.get(key, {}).get("enabled", False)
         if not isinstance(enabled, bool):
-            raise ConfigError(f"{place}.enabled of a ds_config must be true or false, got {enabled!r:.80}")
+            raise ConfigError(f"{key}.enabled of a ds_config must be true or false, got {enabled!r:.80}")
 
 
 def _asks_for_nothing(value: Any) -> bool:
@@ -143,12 +143,13 @@ def _asks_for_nothing(value: Any) -> bool:
     return not value
 
 
-def _automatic(value: Any, place: str = "") -> Iterator[str]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _automatic(inner, f"{place}.{key}" if place else str(key))
-    elif value == "auto":
-        yield place
+def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value in nested objects, with its keys joined by dots."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def complete_deepspeed_config(config: dict[str, Any], layout: Layout) -> dict[str, Any]:

@@ -131,8 +131,8 @@ class OmnibalEngine(CheckpointedEngine):
         seconds, dog = resolved.section.run.watchdog_seconds, None
         if seconds:
             layout = resolved.layout
-            places = [f"rank {rank}, stage {layout.position(rank).stage}" for rank in range(layout.num_devices)]
-            dog = Watchdog(self.global_rank, places, lambda *of: samples_in_words(self._samples_of(*of)), seconds)
+            names = [f"rank {rank}, stage {layout.position(rank).stage}" for rank in range(layout.num_devices)]
+            dog = Watchdog(self.global_rank, names, lambda *of: samples_in_words(self._samples_of(*of)), seconds)
         keep_watchdog(dog)
 
     def train_batch(self, data_iter: Steps | None = None) -> Tensor:

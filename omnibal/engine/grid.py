@@ -76,14 +76,16 @@ class UnequalTopology(ProcessTopology):
         self.replicas = [layout.shape(stage)[0] for stage in range(layout.num_stages)]
         self.num_columns = layout.num_columns
         super().__init__(axes=["pipe", "data"], dims=[layout.num_stages, self.num_columns])
-        places = [layout.position(rank) for rank in range(layout.num_devices)]
-        self.mapping = {self.ProcessCoord(place.stage, place.replica): rank for rank, place in enumerate(places)}
+        positions = [layout.position(rank) for rank in range(layout.num_devices)]
+        self.mapping = {
+            self.ProcessCoord(position.stage, position.replica): rank for rank, position in enumerate(positions)
+        }
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
         """The ranks of a stage, or of a column: PipelineParallelGrid makes its model groups of the latter."""
         index = self.axes.index(axis)
         sizes = (len(self.replicas), self.num_columns)
-        return [rank for place, rank in self.mapping.items() if place[index] % sizes[index] == idx]
+        return [rank for coordinates, rank in self.mapping.items() if coordinates[index] % sizes[index] == idx]
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
         """The groups of ranks along an axis, of which PipelineParallelGrid makes process groups."""
@@ -105,12 +107,7 @@ class UnequalGrid(PipelineParallelGrid):
         return bool(self._topo.world_size() == self.world_size)
 
     def _build_p2p_groups(self) -> list[list[int]]:
-        # DeepSpeed reads these under a torch without send and receive only.
-        replicas, pairs = self._topo.replicas, []
-        for stage, replica in self._topo.mapping:
-            behind = (stage + 1) % len(replicas)
-            pairs.append([self._topo.get_rank(pipe=place, data=replica % replicas[place]) for place in (stage, behind)])
-        return pairs
+        return []  # DeepSpeed reads these under a torch without send and receive only
 
     def get_model_parallel_rank(self) -> int:
         """The stage: DeepSpeed names checkpoint files by this number, and replicas of a stage share a file."""

@@ -121,7 +121,7 @@ class VlmPipelineModule(PipelineModule):
                 key = _GroupKey(part if has_rate else "", undecayed, parameter in spread)
                 own.setdefault(key, {})[parameter] = name
         # All stages make the same groups in the same order: under ZeRO they meet once for the norm of each group. The
-        # order is that of the keys, whatever the layout: schedules keep a value for each group by its place.
+        # order is that of the keys, whatever the layout: schedules keep a value for each group by its position.
         # Where a stage trains nothing of a group, it has a placeholder there.
         of_all_stages = sorted({key for of_rank in gather(list(own)) for key in of_rank})
         for key in of_all_stages:
@@ -195,9 +195,9 @@ class VlmPipelineModule(PipelineModule):
 
     def _run_layers(self, payload: Payload) -> Payload:
         exceeds, before = self._exceeds_plan(payload), len(self.encoder)
-        for place, layer in enumerate(self.forward_funcs):
-            self._announce(before + place, payload)
-            payload = run_layer(layer, payload, "full" if exceeds else self.plan.recompute[self._local_start + place])
+        for index, layer in enumerate(self.forward_funcs):
+            self._announce(before + index, payload)
+            payload = run_layer(layer, payload, "full" if exceeds else self.plan.recompute[self._local_start + index])
         return payload
 
     def save_state_dict(self, save_dir: str, checkpoint_engine: Any, exclude_frozen_params: bool = False) -> None:
@@ -207,7 +207,7 @@ class VlmPipelineModule(PipelineModule):
             state = self.encoder[index].state_dict()
             for name in self._get_frozen_parameter_names(self.encoder[index]) if exclude_frozen_params else ():
                 del state[name]
-            # PipelineModule names a layer's file by its place in the stage, to which it adds _local_start again.
+            # PipelineModule names a layer's file by its number in the stage, to which it adds _local_start again.
             path = self.ckpt_layer_path(save_dir, index - int(self._local_start))
             checkpoint_engine.save(state_dict=clone_tensors_for_torch_save(state), path=path)
 
@@ -227,9 +227,9 @@ class VlmPipelineModule(PipelineModule):
             return opened(files[ranks.rank])
         return own_state(self.vlm, index, [opened(path) for path in files], ranks)
 
-    def _announce(self, place: int, payload: Payload) -> None:
+    def _announce(self, layer: int, payload: Payload) -> None:
         if self.before_layer is not None:
-            self.before_layer(place, payload.hidden)
+            self.before_layer(layer, payload.hidden)
 
     def _exceeds_plan(self, payload: Payload) -> bool:
         """Whether the pack, of one oversized sample, is larger than the recompute levels were chosen for."""

@@ -103,7 +103,7 @@ class _OwnedSums(Sums):
                     Part(owner, max(first, owner * share) - first, min(last, (owner + 1) * share) - first)
                     for owner in range(first // share, (last - 1) // share + 1)
                 )
-        self._order = {parameter: place for place, parameter in enumerate(self._parts)}
+        self._order = {parameter: number for number, parameter in enumerate(self._parts)}
 
     def parts(self, parameter: nn.Parameter) -> tuple[Part, ...]:
         return self._parts[parameter]

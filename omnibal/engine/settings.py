@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from deepspeed.runtime import lr_schedules
 
+from omnibal.config import leaves
 from omnibal.config.section import OmnibalSection
 from omnibal.errors import ConfigError
 
@@ -53,7 +54,7 @@ class SettingChange(NamedTuple):
 def settings_of(config: Mapping[str, Any], section: OmnibalSection) -> dict[str, Any]:
     """All settings of a run by their keys, as a checkpoint keeps them."""
     whole = {**config, "omnibal": section.model_dump(mode="json")}
-    return {key: value for key, value in _leaves(whole) if key not in _NOT_KEPT}
+    return {key: value for key, value in leaves(whole) if key not in _NOT_KEPT}
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:
@@ -69,14 +70,6 @@ def is_refused(change: SettingChange) -> bool:
     """
     is_fixed = change.key not in _FREE and f"{change.key}.".startswith(tuple(f"{key}." for key in _FIXED))
     return is_fixed and (change.saved or None) != (change.value or None)
-
-
-def _leaves(value: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
-    for key, inner in value.items():
-        if isinstance(inner, Mapping):
-            yield from _leaves(inner, f"{place}{key}.")
-        else:
-            yield f"{place}{key}", inner
 
 
 _SIMPLE: Final = (bool, int, float, str, list, tuple, type(None))
@@ -164,7 +157,7 @@ class Settings:
                 return True
             remedy = 'give each a "name" of its own'
         elif is_told and len(before) == len(own) and set(before) == set(own):
-            if not self.schedule:  # which keeps a value for each group by its place
+            if not self.schedule:  # which keeps a value for each group by its position
                 return False
             remedy = "make them in that order"
         raise ConfigError(

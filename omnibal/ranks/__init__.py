@@ -60,10 +60,10 @@ def gather(value: T | Exception, *, where: str | None = None, group: dist.Proces
     """Send a value to all ranks of a group and return the values of all of them, ordered by rank.
 
     A rank that has failed passes its exception in place of a value. Then all ranks raise the failure of the first such
-    rank: its message follows the rank's place, and its class is kept if it is one of omnibal's.
+    rank: its message follows the rank's name, and its class is kept if it is one of omnibal's.
 
     Args:
-        where: The place of this rank in messages, such as ``"rank 3, stage 1"``; by default ``"rank 3"``.
+        where: The name of this rank in messages, such as ``"rank 3, stage 1"``; by default ``"rank 3"``.
         group: A gloo group, by default of all ranks; a thread needs one of its own (`new_gloo_group`).
     """
     rank, num_ranks = rank_and_size()[0], dist.get_world_size(group) if dist.is_initialized() else 1
@@ -116,7 +116,7 @@ def rank_zero_only(work: Callable[[], T], *, doing: str, where: str | None = Non
     Args:
         work: Must not communicate; may take hours. Pickle must be able to write its result.
         doing: What rank 0 is doing, for the one line that the others print, such as ``"measures the samples"``.
-        where: The place of this rank in messages, as for `gather`.
+        where: The name of this rank in messages, as for `gather`.
     """
     if not dist.is_initialized():  # a turn that one process counts before all meet would be missing on the others
         return run_on_all_ranks(work, where=where)

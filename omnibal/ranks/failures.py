@@ -55,7 +55,7 @@ def failures_reach_all_ranks(*, where: str | None = None) -> Iterator[None]:
     GPU that waits for the failed rank can neither be finished nor interrupted.
 
     Args:
-        where: The place of this rank in messages, such as ``"rank 3, stage 1"``; by default ``"rank 3"``.
+        where: The name of this rank in messages, such as ``"rank 3, stage 1"``; by default ``"rank 3"``.
     """
     watching = watch()
     watching.hear_the_end()
@@ -71,7 +71,7 @@ def lost_ranks_named(where: str | None = None) -> Iterator[None]:
     """Turn what an exchange raises inside, where a rank has ended, into one line that says which ranks are there.
 
     Args:
-        where: The place of this rank in the message, such as ``"rank 3, stage 1"``; by default ``"rank 3"``.
+        where: The name of this rank in the message, such as ``"rank 3, stage 1"``; by default ``"rank 3"``.
     """
     try:
         yield
@@ -85,7 +85,7 @@ def lost_ranks_named(where: str | None = None) -> Iterator[None]:
 
 
 def naming_lost_ranks(method: F) -> F:
-    """Run a method under `lost_ranks_named`, with the place that its object has as ``where``."""
+    """Run a method under `lost_ranks_named`, with the name that its object has as ``where``."""
 
     @wraps(method)
     def named(self: Any, *args: Any, **options: Any) -> Any:

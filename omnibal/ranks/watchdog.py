@@ -72,13 +72,13 @@ class Watchdog:
     """Watches the notes of this rank, and of the others while this one stands still.
 
     Args:
-        places: How each rank is called in messages, such as ``"rank 3, stage 1"``.
+        names: How each rank is called in messages, such as ``"rank 3, stage 1"``.
         told: The samples of a micro-batch of a rank in this rank's step, in words: ``", samples 3, 7"``, or ``""``.
         seconds: How long a rank may stand still before it says so; after ``ENDS_AFTER`` times as long it ends.
     """
 
-    def __init__(self, rank: int, places: Sequence[str], told: Callable[[int, int], str], seconds: float) -> None:
-        self._rank, self._places, self._told, self._seconds = rank, places, told, seconds
+    def __init__(self, rank: int, names: Sequence[str], told: Callable[[int, int], str], seconds: float) -> None:
+        self._rank, self._names, self._told, self._seconds = rank, names, told, seconds
         self.beat_seconds = min(LONGEST_BEAT_SECONDS, seconds / BEATS)
         self._beats: dict[int, Beat] = {}
         self._count, self._sent = 0, 0.0
@@ -96,7 +96,7 @@ class Watchdog:
         self._count, self._sent = self._count + 1, now
         store.set(BEAT.format(self._rank), json.dumps([self._count, note and [*note[:-1], now - note.since]]))
         if note is not None and now - note.since > self._seconds / 2:
-            others = [rank for rank in range(len(self._places)) if rank != self._rank]
+            others = [rank for rank in range(len(self._names)) if rank != self._rank]
             keys = [BEAT.format(rank) for rank in others]
             for rank, key in zip(others, keys, strict=True):
                 number, beat = json.loads(store.get(key)) if store.check([key]) else (None, None)
@@ -130,7 +130,7 @@ class Watchdog:
     def _standing(self, note: Note, now: float) -> str:
         stands = "waits for others" if note.waits else "has not moved on"
         text = note.text(lambda micro_batch: self._told(self._rank, micro_batch))
-        return f"{self._places[self._rank]} {stands} since {now - note.since:.0f} s in {text}"
+        return f"{self._names[self._rank]} {stands} since {now - note.since:.0f} s in {text}"
 
     def _cause(self, now: float) -> str:
         """The rank that holds up the others: one that is silent, else one that computes, else the longest to wait."""
@@ -140,20 +140,20 @@ class Watchdog:
             others = f", nor do {len(silent) - 1} other ranks" if len(silent) > 1 else ""
             beat = self._beats.get(rank)
             known = "" if beat is None or beat.note is None else f"; it was last seen in {self._of_other(rank, beat)}"
-            return f"{self._places[rank]} does not answer{others}: it is stopped, or its host is gone{known}"
+            return f"{self._names[rank]} does not answer{others}: it is stopped, or its host is gone{known}"
         between = [rank for rank, beat in self._beats.items() if beat.note is None]
         if between:
-            return f"{self._places[between[0]]} is not in a step"
-        unheard = {*range(len(self._places))} - {self._rank, *self._beats}
+            return f"{self._names[between[0]]} is not in a step"
+        unheard = {*range(len(self._names))} - {self._rank, *self._beats}
         if unheard:
-            return f"{self._places[min(unheard)]} has left no word yet"
+            return f"{self._names[min(unheard)]} has left no word yet"
         noted = [(beat.note, rank) for rank, beat in self._beats.items() if beat.note is not None]
         if not noted:
             return "There is no other rank"
         note, rank = min(noted, key=lambda found: (found[0].waits, found[0].since))
         kind = "waits, too, longest of the others" if note.waits else "has not moved on"
         where = self._of_other(rank, self._beats[rank])
-        return f"{self._places[rank]} {kind}, since {now - note.since:.0f} s in {where}"
+        return f"{self._names[rank]} {kind}, since {now - note.since:.0f} s in {where}"
 
     def _silent(self, now: float, seconds: float) -> list[int]:
         """Ranks without a new beat for so long; the holder of the store, where that does not answer."""
