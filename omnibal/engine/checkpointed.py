@@ -13,7 +13,6 @@ from typing import Any, Final
 from zlib import crc32
 
 import torch.distributed as dist
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -180,14 +179,11 @@ class CheckpointedEngine(TableEngine):
                 # rank writes, and without its file "latest". _save_checkpoint writes this rank's share of the layers
                 # and, on the ranks that DeepSpeed chooses, the engine's state; _save_zero_checkpoint a part of the
                 # optimizer's.
-                info = CheckpointCommitInfo(tag=name, save_dir=folder, save_latest=False)
-                self.checkpoint_engine.create(info)
                 # Beside adapters, the model's folder holds the weights that are not trained.
                 has_base = self.resolved.base is not None
                 self._save_checkpoint(folder, name, client_state=state, exclude_frozen_parameters=has_base)
                 if self.save_zero_checkpoint:
                     self._save_zero_checkpoint(folder, name)
-                self.checkpoint_engine.commit(info)
         finally:
             pool.shutdown(wait=False)
 
