@@ -285,7 +285,7 @@ class StreamFeed(ABC):
         state, lengths, kept = buffer.state_dict(), buffer.lengths(), dict[int, tuple[Any, ...]]()
         if self.fills:
             held = [*buffer.samples.values()]
-            own = {of: held[place] for of, place in smallest_of_kinds(lengths).items()}
+            own = {of: held[index] for of, index in smallest_of_kinds(lengths).items()}
             kept = {of: tuple(fillers[of]) for of in fillers.keys() - own.keys()}
             fillers |= own
         seed = [self.settings.seed, at.epoch, at.window, self.rank]

@@ -198,13 +198,13 @@ def _num_runs(tokens: IntArray, vision: IntArray, most: int, most_vision: int) -
 def _cut(tokens: IntArray, vision: IntArray, most: int, most_vision: int, bounds: IntArray) -> int:
     """Cut sorted samples into runs as long as the limits allow, and write where they begin and the last one ends."""
     runs, first, units = 0, 0, 0
-    for place in range(len(tokens)):
+    for index in range(len(tokens)):
         # The first sample of a run is its longest: all are padded to it.
-        padded = tokens[first] * (place - first + 1)
-        if place > first and (padded > most or units + vision[place] > most_vision):
-            runs, first, units = runs + 1, place, 0
-            bounds[runs] = place
-        units += vision[place]
+        padded = tokens[first] * (index - first + 1)
+        if index > first and (padded > most or units + vision[index] > most_vision):
+            runs, first, units = runs + 1, index, 0
+            bounds[runs] = index
+        units += vision[index]
     bounds[runs + 1] = len(tokens)
     return runs + 1
 
