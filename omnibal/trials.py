@@ -1,6 +1,6 @@
 """Measured trials: candidate plans, each run for a few steps on the user's hardware, in processes of its own.
 
-deepspeed --module omnibal.trials --deepspeed_config config.json --output result.json --steps 3
+deepspeed --module omnibal.trials --deepspeed_config config.json --output result.json
 
 is such a trial: timed on rank 0, and written as JSON.
 """
@@ -10,14 +10,14 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from omnibal.errors import ENGINE_MODULES, ConfigError, require
+from omnibal.errors import ENGINE_MODULES, require
 from omnibal.plan import Plan
 from omnibal.processes import LAUNCHER, free_port, let_segments_grow, reason_of
 
@@ -25,6 +25,10 @@ require(*ENGINE_MODULES)
 
 if TYPE_CHECKING:
     from omnibal.engine.engine import OmnibalEngine
+
+
+STEPS: Final = 3
+"""Steps that are timed (Yao et al., OmniBal, ICML 2025: 3 per candidate)."""
 
 
 @dataclass(frozen=True)
@@ -45,41 +49,25 @@ class Trial:
 
 
 def run_trials(
-    config: dict[str, Any],
-    plans: Sequence[Plan],
-    *,
-    launcher_options: Sequence[str] = (),
-    steps: int = 3,
-    budget_bytes: Sequence[int] = (),
-    retreat: Callable[[Trial], Plan | None] = lambda trial: None,
-    on_trial: Callable[[Trial], None] = lambda trial: None,
-) -> list[Trial]:
-    """Train a few steps under each plan with DeepSpeed's real engine and launcher.
+    config: dict[str, Any], plan: Plan, budget_bytes: Sequence[int], retreat: Callable[[Trial], Plan | None]
+) -> Iterator[Trial]:
+    """Train a few steps under a plan with DeepSpeed's real engine and launcher, or under one that fits in its place.
 
-    Every trial is a launch of its own, so a plan that runs out of memory or crashes is a row of the result and not
-    the end. Trials of plans with equal limits train on the same packs.
+    Every trial is a launch of its own, so that one that runs out of memory or crashes is a result and not the end.
 
     Args:
         config: Content of a ds_config with model and data; the plan's micro-batches replace the ds_config's.
+        plan: What the first trial trains under.
         budget_bytes: The most that a device of each stage may hold; a trial that held more counts as out of memory. A
             CPU has no other bound.
         retreat: From a trial that ran out of memory to the plan to try in its place, or None.
-
-    Returns:
-        The trials, fastest first, failed ones last. Source: Yao et al., OmniBal, ICML 2025 (3 steps per candidate).
     """
-    if steps < 1:
-        raise ConfigError(f"steps must be at least 1, got {steps}")
-    trials = []
-    for candidate in plans:
-        plan: Plan | None = candidate
-        retreat_bytes: tuple[int, ...] = ()
-        while plan is not None:
-            trial = within_budget(_run_trial(config, plan, launcher_options, steps), budget_bytes)
-            trials.append(replace(trial, retreat_bytes=retreat_bytes))
-            on_trial(trials[-1])
-            plan, retreat_bytes = retreat(trials[-1]) if any(trial.missing_bytes) else None, trial.missing_bytes
-    return sorted(trials, key=lambda trial: trial.median_seconds)
+    candidate: Plan | None = plan
+    missing: tuple[int, ...] = ()
+    while candidate is not None:
+        trial = replace(within_budget(_run_trial(config, candidate), budget_bytes), retreat_bytes=missing)
+        yield trial
+        candidate, missing = retreat(trial) if any(trial.missing_bytes) else None, trial.missing_bytes
 
 
 def within_budget(trial: Trial, budget_bytes: Sequence[int]) -> Trial:
@@ -95,7 +83,7 @@ def _out_of_memory(missing_bytes: Sequence[int]) -> str:
     return f"out of memory: {', '.join(stages)}"
 
 
-def _run_trial(config: dict[str, Any], plan: Plan, launcher_options: Sequence[str], steps: int) -> Trial:
+def _run_trial(config: dict[str, Any], plan: Plan) -> Trial:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         plan.save(folder / "plan.json")
@@ -104,9 +92,10 @@ def _run_trial(config: dict[str, Any], plan: Plan, launcher_options: Sequence[st
         pipeline = section.get("pipeline", {}) | {"plan": str(folder / "plan.json"), **of_plan}
         batch = {"gradient_accumulation_steps": plan.micro_batches, "train_batch_size": "auto"}
         (folder / "config.json").write_text(json.dumps(config | batch | {"omnibal": section | {"pipeline": pipeline}}))
-        command = [*LAUNCHER, "--master_port", str(free_port()), *launcher_options, "--module", "omnibal.trials"]
-        options = ["--deepspeed_config", folder / "config.json", "--output", folder / "out.json", "--steps", steps]
-        done = subprocess.run([*command, *map(str, options)], capture_output=True, text=True, check=False)
+        launch = ["--master_port", free_port(), "--num_gpus", plan.layout.num_devices, "--module", "omnibal.trials"]
+        options = ["--deepspeed_config", folder / "config.json", "--output", folder / "out.json"]
+        command = [*LAUNCHER, *map(str, (*launch, *options))]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         missing = read_missing(folder, plan.num_stages)
         if any(missing):
             return Trial(plan, error=_out_of_memory(missing), missing_bytes=missing)
@@ -151,12 +140,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deepspeed_config", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
     arguments = parser.parse_args()
     engine, *_ = initialize(config=arguments.deepspeed_config)
     try:
-        seconds, peak_bytes = _measure(engine, arguments.steps)
+        seconds, peak_bytes = _measure(engine)
     except torch.OutOfMemoryError as error:
         write_missing(arguments.output.parent, engine.stage_id, engine.global_rank, str(error))
         raise
@@ -164,13 +152,13 @@ def main() -> None:
         arguments.output.write_text(json.dumps({"step_seconds": seconds, "peak_bytes": peak_bytes}))
 
 
-def _measure(engine: "OmnibalEngine", steps: int) -> tuple[list[float], tuple[int, ...]]:
+def _measure(engine: "OmnibalEngine") -> tuple[list[float], tuple[int, ...]]:
     """Seconds of some steps, and the most bytes that a device of each stage held in another one."""
     import torch.distributed as dist
 
     engine.train_batch()
     seconds = []
-    for _ in range(steps):
+    for _ in range(STEPS):
         dist.barrier()
         started = perf_counter()
         engine.train_batch().item()

@@ -246,11 +246,6 @@ def _try(workspace: Workspace, result: PlanResult, choice: Choice, name: str) ->
 
     done: list[tuple[float, Choice, Row]] = []
 
-    def on_trial(trial: Trial) -> None:
-        row = trial_row(name + f", retreat {len(done)}" * (len(done) > 0), trial)
-        done.append((trial.median_seconds / choice.model.packing.samples_per_step, choice, row))
-        say(trial_line(row))
-
     def ease(trial: Trial) -> Plan | None:
         """What to run after a trial that was short of memory; None where no layer is left to recompute."""
         nonlocal choice
@@ -262,10 +257,10 @@ def _try(workspace: Workspace, result: PlanResult, choice: Choice, name: str) ->
 
     plan = result.plan_of(choice)
     config = workspace.config | {"omnibal": workspace.section.model_dump(mode="json")}
-    run_trials(
-        config, [plan], launcher_options=["--num_gpus", str(plan.layout.num_devices)],
-        budget_bytes=plan.known_cluster.allocatable_bytes(plan.layout), on_trial=on_trial, retreat=ease,
-    )  # fmt: skip
+    for trial in run_trials(config, plan, plan.known_cluster.allocatable_bytes(plan.layout), ease):
+        row = trial_row(name + f", retreat {len(done)}" * (len(done) > 0), trial)
+        done.append((trial.median_seconds / choice.model.packing.samples_per_step, choice, row))
+        say(trial_line(row))
     return done
 
 

@@ -557,10 +557,10 @@ def engine(monkeypatch):
     ran = []
 
     def install(missing):
-        def run(config, plan, launcher_options, steps):
+        def run(config, plan):
             ran.append(plan)
             peaks = tuple(stage.memory.total + surplus_of(ran[0], missing) for stage in plan.predicted.stages)
-            return Trial(plan, (1.0 + len(ran),) * steps, peaks)
+            return Trial(plan, (1.0 + len(ran),), peaks)
 
         monkeypatch.setattr(trials_module, "_run_trial", run)
         return ran

@@ -23,7 +23,7 @@ def run_trials(config, folder):
             "GiB of which 1.50 GiB is free."
         )
 
-    options = {"--deepspeed_config": file, "--output": output, "--steps": 2}
+    options = {"--deepspeed_config": file, "--output": output}
     with patch.object(sys, "argv", ["trial", *(str(word) for option in options.items() for word in option)]):
         trials.main()
         with patch.object(OmnibalEngine, "train_batch", train_batch):
