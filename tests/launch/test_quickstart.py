@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from omnibal.cli.main import app
 from omnibal.data.limits import PackLimits
-from omnibal.engine.checkpoint import latest_checkpoint, newest_first
+from omnibal.engine.checkpoint import newest_first
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from omnibal.processes import free_port
@@ -67,15 +67,10 @@ def start(folder, *options):
     )
 
 
-def has_two_checkpoints(folder):
-    found = newest_first(folder)
-    return len(found) >= 2 and latest_checkpoint(folder) == found[0]
-
-
 @pytest.mark.cluster(0)
 def test_train_kill_resume_export_ask(demo):
     process = start(demo)
-    while not has_two_checkpoints(demo / "checkpoints"):
+    while len(newest_first(demo / "checkpoints")) < 2:
         assert process.poll() is None, (demo / "log.txt").read_text()
         time.sleep(0.1)
     launched = psutil.Process(process.pid).children(recursive=True)
