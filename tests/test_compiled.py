@@ -49,39 +49,37 @@ def call(folder, code):
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True).stdout
 
 
-def add_packs(folder, **environment):
+def pack_two(folder, **environment):
     """What a process that calls two compiled functions of the package says."""
-    code = "import numpy as np; from omnibal.data.packs import Packs; "
-    code += "packs = Packs.from_lists([[0], [1]]); packs.sums(np.arange(2)); packs.take(np.arange(2))"
+    code = "from omnibal.data import isf, lengths, limits, metrics; "
+    code += "two = lengths.SampleLengths([1, 1], [5, 5]), limits.PackLimits(2, 9); "
+    code += "isf.iterative_sampling_and_filtering(*two); metrics.min_packs(*two)"
     command, environment = [sys.executable, "-c", code], os.environ | environment
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True).stderr
 
 
 def test_who_waits_for_compilation_is_told_once(tmp_path):
     assert (
-        add_packs(tmp_path, NUMBA_CACHE_DIR=str(tmp_path)).count("compiling omnibal's loops for this machine: once")
-        == 1
+        pack_two(tmp_path, NUMBA_CACHE_DIR=str(tmp_path)).count("compiling omnibal's loops for this machine: once") == 1
     )
-    assert add_packs(tmp_path, NUMBA_CACHE_DIR=str(tmp_path)) == ""
+    assert pack_two(tmp_path, NUMBA_CACHE_DIR=str(tmp_path)) == ""
 
 
 def test_where_nothing_can_be_written_every_process_compiles_and_says_so(tmp_path):
     nowhere = {"HOME": os.devnull, "XDG_CACHE_HOME": os.devnull, "NUMBA_CACHE_DIR": ""}
     for _ in range(2):
-        assert (
-            add_packs(tmp_path, **nowhere).count("some seconds in every process: no folder can be made for them") == 1
-        )
+        assert pack_two(tmp_path, **nowhere).count("some seconds in every process: no folder can be made for them") == 1
 
 
 def test_code_is_kept_where_only_its_user_can_write(tmp_path):
     folder = tmp_path / "omnibal"
-    add_packs(tmp_path, NUMBA_CACHE_DIR=str(tmp_path))
+    pack_two(tmp_path, NUMBA_CACHE_DIR=str(tmp_path))
     assert folder.stat().st_mode & 0o777 == 0o700
     assert [*folder.rglob("*.nbi")]
     folder.chmod(0o770)
-    assert f"others can enter {folder} (mode 770; `chmod 700`" in add_packs(tmp_path, NUMBA_CACHE_DIR=str(tmp_path))
+    assert f"others can enter {folder} (mode 770; `chmod 700`" in pack_two(tmp_path, NUMBA_CACHE_DIR=str(tmp_path))
     folder.chmod(0o700)
-    assert add_packs(tmp_path, NUMBA_CACHE_DIR=str(tmp_path)) == ""
+    assert pack_two(tmp_path, NUMBA_CACHE_DIR=str(tmp_path)) == ""
 
 
 def test_code_in_a_folder_of_another_user_is_not_run(tmp_path):
@@ -91,5 +89,5 @@ def test_code_in_a_folder_of_another_user_is_not_run(tmp_path):
         os.chown(folder, 65534, 65534)
     except PermissionError:
         pytest.skip("only root gives folders away")
-    assert f"every process: {folder} belongs to another user" in add_packs(tmp_path, NUMBA_CACHE_DIR=str(tmp_path))
+    assert f"every process: {folder} belongs to another user" in pack_two(tmp_path, NUMBA_CACHE_DIR=str(tmp_path))
     assert not [*folder.iterdir()]

@@ -6,7 +6,6 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from omnibal.compiled import compiled
 from omnibal.cost import Load
 from omnibal.data.lengths import IMAGE, SOUND, VIDEO, IntArray, SampleLengths
 from omnibal.errors import ConfigError, DataError
@@ -85,10 +84,10 @@ class Packs:
     def take(self, order: npt.ArrayLike) -> "Packs":
         """Return the given packs in the given order; a pack may be left out."""
         chosen = np.asarray(order, dtype=np.int64)
-        starts = _starts(self.sizes[chosen])
-        samples = np.empty(starts[-1], dtype=self.samples.dtype)
-        _copy_packs(self.samples, self.starts, chosen, samples)
-        return Packs(samples, starts)
+        sizes = self.sizes[chosen]
+        starts = _starts(sizes)
+        places = np.arange(starts[-1]) + np.repeat(self.starts[chosen] - starts[:-1], sizes)
+        return Packs(self.samples[places], starts)
 
     def without(self, samples: npt.ArrayLike) -> "Packs":
         """A copy of these packs without some samples.
@@ -120,9 +119,9 @@ class Packs:
 
     def sums(self, values: IntArray, *, squared: bool = False) -> npt.NDArray[np.int64]:
         """Sum of ``values[sample]``, or of its square, over the samples of each pack; 0 for an empty pack."""
-        sums = np.zeros(len(self), dtype=np.int64)
-        _add_up(values, self.samples, self.starts, squared, sums)
-        return sums
+        held = values[self.samples].astype(np.int64)  # in 64 bits whatever the values have
+        before = _starts(held * held if squared else held)
+        return before[self.starts[1:]] - before[self.starts[:-1]]
 
 
 def deal(packs: Packs, num_packs: int, generator: np.random.Generator, *, split: bool) -> Packs:
@@ -238,21 +237,3 @@ def _starts(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     starts = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=starts[1:])
     return starts
-
-
-@compiled
-def _add_up(values: IntArray, samples: IntArray, starts: IntArray, squared: bool, sums: IntArray) -> None:
-    """Add the values, or their squares, of every pack's samples, in 64 bits whatever the values have."""
-    for pack in range(len(sums)):
-        for position in range(starts[pack], starts[pack + 1]):
-            value = np.int64(values[samples[position]])
-            sums[pack] += value * value if squared else value
-
-
-@compiled
-def _copy_packs(samples: IntArray, starts: IntArray, order: IntArray, out: IntArray) -> None:
-    position = 0
-    for pack in order:
-        for source in range(starts[pack], starts[pack + 1]):
-            out[position] = samples[source]
-            position += 1
