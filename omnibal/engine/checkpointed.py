@@ -230,8 +230,9 @@ class CheckpointedEngine(TableEngine):
 
         def check() -> tuple[dict[str, Any], SavedStates | None]:
             _check_layout(checkpoint, manifest, layout)
-            by_name = with_optimizer and not self.settings.check_groups(saved, by_name=bool(moved))
-            found = self._check_readable(checkpoint, manifest, with_optimizer, by_name or bool(moved))
+            if with_optimizer:
+                self.settings.check_groups(saved, by_name=bool(moved))
+            found = self._check_readable(checkpoint, manifest, with_optimizer, bool(moved))
             compare()
             return found
 

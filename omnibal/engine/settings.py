@@ -5,7 +5,7 @@ settings that they were saved with.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -105,7 +105,7 @@ class Settings:
         refused = [change for change in of_keys if is_refused(change)] if with_optimizer else []
         of_groups: dict[str, SettingChange] = {}
         if with_optimizer:
-            for group, of_group in self._pairs(now["groups"], saved["groups"]):
+            for group, of_group in zip(now["groups"], saved["groups"], strict=True):
                 for name, before, value in changes({**of_group, "name": None}, {**group, "name": None}):
                     key = f"optimizer.params.{name}"
                     of_groups.setdefault(key, SettingChange(key, before, value))
@@ -129,9 +129,7 @@ class Settings:
 
     def renew_optimizer(self, optimizer: Any, saved: Mapping[str, Any]) -> None:
         """Let the settings hold in an optimizer that has loaded its state."""
-        for (group, of_group), before in self._pairs(
-            [*zip(optimizer.param_groups, self.groups, strict=True)], saved["groups"]
-        ):
+        for group, of_group, before in zip(optimizer.param_groups, self.groups, saved["groups"], strict=True):
             for name, value in of_group.items():
                 old = before.get(name)
                 if _as_json(value) == old:
@@ -143,38 +141,20 @@ class Settings:
                 else:
                     group[name] = value
 
-    def check_groups(self, saved: Mapping[str, Any], *, by_name: bool) -> bool:
-        """Refuse parameter groups that cannot be told to be those of a checkpoint; whether they have its order.
+    def check_groups(self, saved: Mapping[str, Any], *, by_name: bool) -> None:
+        """Refuse parameter groups that are not those of a checkpoint, in its order.
 
         ``by_name``: ranks read the optimizer's state by the names of weights, not each its own file.
         """
-        own, before = self._names, [group.get("name") for group in saved["groups"]]
-        if len(own) == len(before) == 1:
-            return True
-        is_told, remedy = len(set(own)) == len(own) and None not in own, "export it and start from the exported model"
-        if own == before:
-            if is_told or not by_name:
-                return True
-            remedy = 'give each a "name" of its own'
-        elif is_told and len(before) == len(own) and set(before) == set(own):
-            if not self.schedule:  # which keeps a value for each group by its position
-                return False
-            remedy = "make them in that order"
+        own, before = ([group.get("name") for group in groups] for groups in (self.groups, saved["groups"]))
+        are_told_apart = len({*own} - {None}) == len(own)
+        if len(own) == len(before) == 1 or (own == before and (are_told_apart or not by_name)):
+            return
+        remedy = 'give each a "name" of its own' if own == before else "export it and start from the exported model"
         raise ConfigError(
-            f"names of the optimizer's parameter groups must be those of the checkpoint, {before}, each once, got "
-            f"{own}; {remedy}"
+            f"names of the optimizer's parameter groups must be those of the checkpoint, {before}, each once and in "
+            f"this order, got {own}; {remedy}"
         )
-
-    @property
-    def _names(self) -> list[str | None]:
-        return [group.get("name") for group in self.groups]
-
-    def _pairs(self, own: Sequence[T], saved: Sequence[Mapping[str, Any]]) -> Iterator[tuple[T, Mapping[str, Any]]]:
-        """What belongs to each group of this run, with the group of that name in a checkpoint."""
-        by_name = {group.get("name"): group for group in saved}
-        has_names = len(by_name) == len(saved) > 1  # where groups share names, `check_groups` wants their order
-        found = [by_name[name] for name in self._names] if has_names else saved
-        yield from zip(own, found, strict=True)
 
     def renew_schedule(self, scheduler: Any, saved: Mapping[str, Any]) -> None:
         """Let the settings hold in a schedule that has loaded its state."""
