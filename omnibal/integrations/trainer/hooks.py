@@ -2,12 +2,12 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial, wraps
 from math import isfinite
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher
@@ -108,13 +108,6 @@ ENCODERS: Final = MappingProxyType({"vision": "vision_units", "sound": "sound_un
 """Dist Ratios that are logged where the data have something for the encoder: their names, and columns of loads."""
 
 
-class TrainedStep(NamedTuple):
-    seconds: float
-    waiting: Waiting
-    shares: Mapping[str, tuple[float, float]]
-    """For each source of a mixture, (share asked for, share that the step held)."""
-
-
 class PacksCallback(RecipeCallback):
     """Goes on with the same packs only, and tells how even steps were; ``check`` checks the model before the first."""
 
@@ -128,7 +121,7 @@ class PacksCallback(RecipeCallback):
     ) -> None:
         self._trainer, self._sampler, self._check = trainer, sampler, check
         self.costs, self.layout, self._accumulation = costs, layout, trainer.args.gradient_accumulation_steps
-        self._began, self._unlogged = 0.0, list[TrainedStep]()
+        self._began, self._unlogged = 0.0, list[dict[str, float]]()  # the figures of each step, by name
         self._encodes = dict.fromkeys(ENCODERS, False)  # whether the data have had anything for an encoder
         _leave_out_fillers(trainer)
 
@@ -164,15 +157,19 @@ class PacksCallback(RecipeCallback):
         load, step = self.held(state)
         if args.include_num_input_tokens_seen == NON_PADDING:
             state.num_input_tokens_seen += step.llm_tokens
+        waiting = Waiting.of(Load.stack([load]), self.costs, self.layout)
         for encoder, column in ENCODERS.items():
             self._encodes[encoder] |= bool(getattr(load, column).any())
-        waiting = Waiting.of(Load.stack([load]), self.costs, self.layout)
-        self._unlogged.append(TrainedStep(seconds, waiting, step.shares))
+        parts = [*(encoder for encoder, has in self._encodes.items() if has), "tokens"]
+        figures = {f"dist_ratio_{part}": getattr(waiting, part) for part in parts}
+        if waiting.share is not None:  # the counted share of the seconds that were measured
+            figures["waited_seconds"] = waiting.share * seconds
+        self._unlogged.append(figures | {f"share_{source}": held for source, (_, held) in step.shares.items()})
 
     def logged(self) -> dict[str, float]:
-        figures, own = dict[str, float](), 0.0
-        with reporting(_DOING):
-            figures = self._figures_of_unlogged()
+        steps, self._unlogged, own = self._unlogged, [], 0.0
+        names = dict.fromkeys(name for step in steps for name in step)
+        figures = {name: sum(step.get(name, 0.0) for step in steps) / len(steps) for name in names}
         if torch.cuda.is_available():
             device = self._trainer.args.device
             with reporting(_DOING):
@@ -180,20 +177,6 @@ class PacksCallback(RecipeCallback):
                 torch.cuda.reset_peak_memory_stats(device)
             peaks = self._trainer.accelerator.gather(torch.tensor([own], device=device))
             figures |= {"peak_gib_fullest_rank": float(peaks.max()), "peak_gib_mean_rank": float(peaks.mean())}
-        return figures
-
-    def _figures_of_unlogged(self) -> dict[str, float]:
-        steps, self._unlogged = self._unlogged, []
-        if not steps:
-            return {}
-        count, parts = len(steps), [*(encoder for encoder, has in self._encodes.items() if has), "tokens"]
-        figures = {f"dist_ratio_{part}": sum(getattr(step.waiting, part) for step in steps) / count for part in parts}
-        shares = [(step.waiting.share, step.seconds) for step in steps]
-        if all(share is not None for share, _ in shares):
-            # The counted share of the seconds that were measured.
-            figures["waited_seconds"] = sum((share or 0.0) * seconds for share, seconds in shares) / count
-        for source in steps[0].shares:
-            figures[f"share_{source}"] = sum(step.shares[source][1] for step in steps) / count
         return figures
 
 
