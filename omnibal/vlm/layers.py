@@ -18,7 +18,7 @@ from omnibal.families import family_of
 from omnibal.families.base import LayerRecord
 from omnibal.families.parts import Cut, Slice
 from omnibal.formats.collate import Positions
-from omnibal.vlm.attention import PACKED_ATTENTION
+from omnibal.vlm.attention import PACKED_ATTENTION, ExactRotary
 from omnibal.vlm.payload import SentTensors
 
 # Names within peft: the only set of adapters, the prefix of names in its file, and the linear layer inside the module
@@ -39,13 +39,16 @@ class LayerRecipe:
 
 
 class PartsLayer(nn.Module):
-    """A pipeline layer whose parts of the Hugging Face model are its attributes, by the names of its recipe."""
+    """A pipeline layer whose parts of the Hugging Face model are its attributes, by the names of its recipe.
+
+    The part ``rotary`` becomes an `ExactRotary`.
+    """
 
     def __init__(self, config: Any, **parts: nn.Module | nn.Parameter) -> None:
         super().__init__()
         self.config = config
         for name, part in parts.items():
-            setattr(self, name, part)
+            setattr(self, name, ExactRotary(part) if name == "rotary" else part)
 
 
 class VisionLanguageModel:

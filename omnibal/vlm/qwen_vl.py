@@ -138,10 +138,7 @@ class QwenBlock(PartsLayer):
 
     in_windows = False
     block: nn.Module
-
-    def __init__(self, config: Any, rotary: nn.Module, **parts: nn.Module) -> None:
-        super().__init__(config, **parts)
-        self.rotary = ExactRotary(rotary)
+    rotary: ExactRotary
 
     def forward(self, payload: Payload) -> Payload:
         hidden, places = payload.hidden, patch_places(payload, self.config.vision_config)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -60,10 +59,7 @@ class DecoderBlock(PartsLayer):
     """One decoder layer of the language model, over packs."""
 
     block: nn.Module
-
-    def __init__(self, config: Any, rotary: nn.Module, **parts: nn.Module) -> None:
-        super().__init__(config, **parts)
-        self.rotary = ExactRotary(rotary)
+    rotary: ExactRotary
 
     def forward(self, payload: Payload) -> Payload:
         # transformers' own layer; the bounds keep attention within samples, in place of a mask.

@@ -35,18 +35,16 @@ IMAGE_SIZES, IMAGES_OF_SAMPLES = "image_sizes", "batch_num_images"
 TOWER, PROJECTOR = "model.vision_tower", "model.multi_modal_projector"  # paths in transformers' models
 
 
-class PatchEmbedding(nn.Module):
+class PatchEmbedding(PartsLayer):
     """Pixels of tiles to patch embeddings with positions; CLIP's and InternVL's have a class token, CLIP's a norm."""
 
-    def __init__(self, config: Any, embeddings: Any, norm: nn.Module | None = None) -> None:
-        super().__init__()
-        self.embeddings = embeddings
-        self.norm = norm
+    embeddings: nn.Module
+    norm: nn.Module
 
     def forward(self, payload: Payload) -> Payload:
         """From pixels (tiles, channels, height, width) to (tiles, tokens_per_tile, width)."""
         hidden = self.embeddings(payload.hidden)
-        return payload.replace(hidden=(hidden if self.norm is None else self.norm(hidden)).contiguous())
+        return payload.replace(hidden=(self.norm(hidden) if hasattr(self, "norm") else hidden).contiguous())
 
 
 class VisionBlock(PartsLayer):
