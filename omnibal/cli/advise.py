@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from omnibal.profile.calibration import Calibration
     from omnibal.profile.records import ModelProfile
     from omnibal.report.layouts import LayoutReport
-
-PICTURES: Final = (".png", ".html")
 
 # Options, in the order of --help.
 DataArgument = Annotated[
@@ -78,7 +76,7 @@ LayoutsOption = Annotated[
         help="Weigh ZeRO, pipelines, tensor ranks, a spread encoder and units, too: takes a minute.",
     ),
 ]
-PlotOption = Annotated[Path | None, typer.Option(help="Draw a picture (a PNG) or write a page (HTML).")]
+PlotOption = Annotated[Path | None, typer.Option(help="Draw a picture (a PNG).")]
 
 
 def advise(
@@ -114,9 +112,11 @@ def advise(
     """
     from omnibal.advise.present import Present, read_today
     from omnibal.advise.question import LORA_RANK, Question
-    from omnibal.report.advise import Report, draw, write_advice_page
+    from omnibal.report.advise import Report, draw
 
-    _check_plot(plot)
+    check_file("--plot", plot)
+    if plot is not None and plot.suffix.lower() != ".png":
+        raise ConfigError(f"--plot must end in .png, got {plot}")
     # Options go before what --today's file says; None leaves a setting to the file.
     own = Present(
         batch=batch, accumulation=accumulation, frozen=tuple(frozen) if frozen else None,
@@ -131,9 +131,7 @@ def advise(
     )  # fmt: skip
     report = Report(question, question.answer(must_fit=not layouts))
     weighed = _weigh(question, report.advice) if layouts else None
-    if plot is not None and plot.suffix.lower() == ".html":
-        write_advice_page(report, plot, weighed)
-    elif plot is not None:
+    if plot is not None:
         draw(report, plot)
     written = [f"written: {plot}"] if plot else []
     record = report.to_record() | ({} if weighed is None else {"layouts": weighed.to_record()}) | {"written": plot}
@@ -162,9 +160,3 @@ def _read_costs(path: Path | None) -> ModelProfile | Calibration | None:
     if path is None:
         return None
     return ModelProfile.load(path) if kind_of("--profile", path) == "profile" else Calibration.load(path)
-
-
-def _check_plot(plot: Path | None) -> None:
-    check_file("--plot", plot)
-    if plot is not None and plot.suffix.lower() not in PICTURES:
-        raise ConfigError(f"--plot must end in {' or '.join(PICTURES)}, got {plot}")

@@ -1,8 +1,7 @@
-"""What `omnibal advise` says: some lines, a picture, a page."""
+"""What `omnibal advise` says: some lines, a picture."""
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,14 +31,8 @@ from omnibal.report.style import (
     PINK,
     SKY,
     VERMILION,
-    code,
     drawing,
-    html_table,
     legend_below,
-    page,
-    paragraph,
-    picture,
-    section,
     stacked_bars,
 )
 
@@ -272,36 +265,3 @@ def draw(report: Report, path: Path) -> None:
         right_axes.set_xlabel("samples a second, before the change 1")
         right_axes.set_title("What each change brings", loc="left")
         legend_below(figure, left_axes)
-
-
-def write_advice_page(report: Report, path: Path, layouts: LayoutReport | None = None) -> None:
-    """Write an HTML page that holds its pictures; its folder is made."""
-    with tempfile.TemporaryDirectory() as name:
-        drawn = Path(name) / "advice.png"
-        draw(report, drawn)
-        weighed = [] if layouts is None else [_weighed(layouts)]
-        sections = [
-            section("In short", paragraph(report.headline)),
-            section("Found", *(paragraph(line) for line in report.lines()[1:])),
-            section(
-                "Where the devices' time goes",
-                picture(drawn, "Left: the devices' time for a sample. Right: what each change brings on top of those "
-                        "before it; blue are settings that need nothing of omnibal, green its packs, grey what brings "
-                        "nothing; black lines are errors."),
-            ),
-            *weighed,
-            *([section("To paste", code(pasted))] if (pasted := report.to_paste(layouts)) else []),
-        ]  # fmt: skip
-        path.parent.mkdir(parents=True, exist_ok=True)
-        asked = report.question
-        lead = f"{asked.model.name} on {asked.cluster}, estimated from {asked.measured.said}"
-        path.write_text(page("What balancing would bring", lead, sections))
-
-
-def _weighed(layouts: LayoutReport) -> str:
-    """The section of the page on layouts."""
-    title, lines = "Which layout wins", [paragraph(line) for line in layouts.lines()]
-    if layouts.answer.winner is None:
-        return section(title, *lines)
-    (heads, rows), winner = layouts.rows(), layouts.answer.candidates.index(layouts.answer.winner)
-    return section(title, html_table(heads, rows, marked=winner), *lines)

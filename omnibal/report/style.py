@@ -211,11 +211,6 @@ def paragraph(text: str) -> str:
     return f"<p>{content}</p>"
 
 
-def code(lines: Sequence[str]) -> str:
-    text = escape("\n".join(lines))
-    return _scrolled(f"<pre>{text}</pre>")
-
-
 def html_table(names: Sequence[str], rows: Sequence[Sequence[str]], *, marked: int | None = None) -> str:
     """A table; heads may be broken into lines, as on a terminal."""
     plain = (name.replace("-\n", "").replace("\n", " ") for name in names)

@@ -78,12 +78,11 @@ def test_the_answer_in_ten_lines(omnibal, lengths, tmp_path):
     assert (tmp_path / "advice.png").stat().st_size > 10_000
 
 
-def test_json_and_the_page_say_the_same(omnibal, lengths, tmp_path):
-    options = ("--batch", 4, "--accumulation", 1, "--plot", tmp_path / "advice.html")
+def test_json_says_the_same(omnibal, lengths):
+    options = ("--batch", 4, "--accumulation", 1)
     record = json.loads(omnibal("advise", lengths, *RUN, *options, "--json").stdout)
-    printed = omnibal("advise", lengths, *RUN, *options[:4]).stdout.splitlines()
+    printed = omnibal("advise", lengths, *RUN, *options).stdout.splitlines()
     assert record["headline"] in printed
-    assert record["headline"] in (tmp_path / "advice.html").read_text()
     gain = record["beyond_settings"]
     best = f"omnibal over your best settings: {gain['factor']:.2f} ± {gain['error']:.2f}x, over today "
     assert record["headline"].startswith(f"{best}{record['factor']:.2f} ± {record['error']:.2f}x; memory of the ")
@@ -96,13 +95,12 @@ def test_json_and_the_page_say_the_same(omnibal, lengths, tmp_path):
     assert sum(record["today"]["shares"].values()) == pytest.approx(1)
     assert record["changes"][0]["name"] == "head"
     assert record["after"]["sample_seconds"] < record["today"]["sample_seconds"] / 2
-    assert "data:image/png" in (tmp_path / "advice.html").read_text()
 
 
 @pytest.mark.usefixtures("few_steps")
 def test_layouts_are_one_table_behind_todays_answer(omnibal, lengths, tmp_path):
     options = ("--model", "InternVL3-1B", "--cluster", "2xA100-80GB", "--batch", 4, "--accumulation", 2, "--layouts")
-    record = json.loads(omnibal("advise", lengths, *options, "--plot", tmp_path / "all.html", "--json").stdout)
+    record = json.loads(omnibal("advise", lengths, *options, "--json").stdout)
     layouts = record["layouts"]
     kinds = [each["kind"] for each in layouts["candidates"]]
     assert {*kinds, *layouts["missing_bytes"]} == {"zero", "rearranged", "pipeline", "tensor", "spread", "units"}
@@ -111,8 +109,6 @@ def test_layouts_are_one_table_behind_todays_answer(omnibal, lengths, tmp_path):
     rate = layouts["candidates"][0]["samples_per_second"]
     today = 2 / record["today"]["sample_seconds"]
     assert layouts["candidates"][0]["times_today"] == pytest.approx(rate / today)
-    page = (tmp_path / "all.html").read_text()
-    assert "Which layout wins" in page and page.count("data:image/png") == 1
     lines = omnibal("advise", lengths, *options, "--plot", tmp_path / "all.png").stdout.splitlines()
     places = [next(place for place, line in enumerate(lines) if line.startswith(word)) for word in (
         "today: ", "winner: ", "runner-up: ", "not weighed: ", "paste:", "written: "
@@ -277,7 +273,7 @@ def test_even_samples_are_left_as_they_are(omnibal, tmp_path, no_recompute):
         (("--today", "ddp", "--batch", "4"), "which is wrong: the batch of 4, ddp, recomputation 'full', what is"),
         (("--today", "ddp", "--batch", "4"), "; what would fit: zero1 in place of ddp, or LoRA of rank 16; --layouts"),
         (("--cluster", "A100-80GB", "--layouts"), "at least 2 devices for layouts to differ, got A100-80GB"),
-        (("--plot", "a.pdf"), "--plot must end in .png or .html, got a.pdf"),
+        (("--plot", "a.pdf"), "--plot must end in .png, got a.pdf"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_in_one_line(refusal, lengths, arguments, message):

@@ -102,11 +102,10 @@ def test_measured_costs_weigh_all_but_tensor_ranks(omnibal, advised, planned, ds
 def test_a_sample_that_fits_nowhere_gets_a_line_for_every_kind(omnibal, no_recompute, tmp_path):
     SampleLengths([4] * 300, [1500] * 299 + [50_000], target_tokens=[300] * 300).save(tmp_path / "long")
     given = ("--model", "InternVL3-8B", "--cluster", "2xA100-80GB", "--batch", 1, "--accumulation", 4, "--layouts")
-    out = omnibal("advise", tmp_path / "long", *given, *no_recompute, "--plot", tmp_path / "a.html").stdout
+    out = omnibal("advise", tmp_path / "long", *given, *no_recompute).stdout
     lines = out.splitlines()
     assert "winner: none, no layout fits these devices" in lines
     assert sum(line.startswith("cannot be: ") for line in lines) == len(KINDS)
-    assert "winner: none" in (tmp_path / "a.html").read_text()
 
 
 def test_a_plan_of_nothing_that_fits_is_refused_kind_by_kind(refusal, ds_config, lengths, monkeypatch):
