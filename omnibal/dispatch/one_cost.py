@@ -20,6 +20,7 @@ from omnibal.errors import ConfigError
 
 BITS: Final = 62  # of an integer that holds a load above a rank or a sample: no sign, and one bit to spare
 LARGEST_POWER: Final = 1023  # of two, in a float
+TOLERANCE: Final = 0.01  # of the mean load, within which squares decide
 
 
 def longest_first(costs: FloatArray, num_ranks: int) -> IntArray:
@@ -31,7 +32,7 @@ def longest_first(costs: FloatArray, num_ranks: int) -> IntArray:
     return _deal(_sorted(costs, num_ranks), num_ranks)
 
 
-def least_squares_within(costs: FloatArray, num_ranks: int, *, tolerance: float = 0.01) -> IntArray:
+def least_squares_within(costs: FloatArray, num_ranks: int) -> IntArray:
     """Algorithm 4: as Algorithm 1, but among ranks with about as little, the one whose samples' squares sum to least.
 
     For costs whose square matters beside them. The paper compares two ranks by squares if they are closer than a
@@ -41,9 +42,9 @@ def least_squares_within(costs: FloatArray, num_ranks: int, *, tolerance: float 
     samples = _sorted(costs, num_ranks)
     mean = samples.total / num_ranks
     # The tolerance is rounded to a power of two, so that counting loads in tolerances is a shift.
-    coarse = max(int(tolerance * mean), 1).bit_length() - 1
+    coarse = max(int(TOLERANCE * mean), 1).bit_length() - 1
     # A rank that gets a sample has at most a tolerance more than the mean; squares sum to at most load times largest.
-    most = int((1 + tolerance) * mean + samples.largest) + 1
+    most = int((1 + TOLERANCE) * mean + samples.largest) + 1
     square_bits = BITS - (num_ranks - 1).bit_length() - (most >> coarse).bit_length() - 1
     too_many = frexp(most * samples.largest)[1] - square_bits
     return _deal(samples, num_ranks, coarse, square_bits, max((too_many + 1) // 2, 0))

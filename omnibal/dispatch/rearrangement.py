@@ -38,7 +38,7 @@ class Rearrangement:
     >>> move = Rearrangement([0, 0, 1, 1], [1, 0, 0, 1], num_ranks=2)
     >>> move.held_by(0).tolist(), move.brought_to(0).tolist()
     ([0, 1], [1, 2])
-    >>> move.volumes([5, 1, 7, 2]).tolist()  # from rank 0: 1 stays, 5 go to rank 1
+    >>> move.volumes([5, 1, 7, 2]).toarray().tolist()  # from rank 0: 1 stays, 5 go to rank 1
     [[1.0, 5.0], [7.0, 2.0]]
     """
 
@@ -89,17 +89,14 @@ class Rearrangement:
             raise ConfigError("source must be the other's destination, got other ranks; a rearrangement was left out")
         return Rearrangement(other.source, self.destination, self.num_ranks)
 
-    def volumes(self, sizes: npt.ArrayLike) -> FloatArray:
+    def volumes(self, sizes: npt.ArrayLike) -> csr_array:
         """What goes from which rank to which, (num_ranks before, num_ranks after); what stays is on the diagonal.
+
+        The array is sparse: nearly all of 2560 × 2560 entries are zeros.
 
         Args:
             sizes: What each sample weighs, in any unit, (samples,).
         """
-        dense: FloatArray = self.sparse_volumes(sizes).toarray()
-        return dense
-
-    def sparse_volumes(self, sizes: npt.ArrayLike) -> csr_array:
-        """:meth:`volumes` without the zeros, which are nearly all of 2560 × 2560 ranks."""
         values = np.asarray(sizes, dtype=np.float64)
         if values.shape != self.source.shape:
             raise ConfigError(f"sizes must hold one for each of {len(self)} samples, got shape {values.shape}")
@@ -128,7 +125,7 @@ def keep_in_nodes(volumes: Any, ranks_per_node: int) -> NodePlan:
 
     Args:
         volumes: What each rank holds of each list, (num_ranks, num_ranks), an array or a sparse array of scipy:
-            :meth:`Rearrangement.sparse_volumes`.
+            :meth:`Rearrangement.volumes`.
         ranks_per_node: Divides the number of ranks; ranks of a node follow each other.
 
     Returns:

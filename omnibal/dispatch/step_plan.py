@@ -52,15 +52,8 @@ class Link:
     phases_meet: bool = True
     """Whether ranks wait for each other between phases even where nothing moves, as under ZeRO 3 and FSDP."""
 
-    def seconds(self, *moves: tuple[Rearrangement, npt.ArrayLike]) -> float:
-        """Seconds of one exchange: those of the rank that sends or receives most; 0 where nothing moves.
-
-        Args:
-            moves: Rearrangements that travel together, each with the bytes of its samples, (samples,).
-        """
-        return self._exchange([_traffic(move, sizes) for move, sizes in moves])
-
     def _exchange(self, traffic: Sequence[FloatArray | None]) -> float:
+        """Seconds of one exchange: those of the rank that sends or receives most; 0 where nothing moves."""
         moving = [loads for loads in traffic if loads is not None]
         if not moving:
             return 0.0
@@ -304,7 +297,7 @@ def _divided(drawn: Rearrangement, phase: _Phase, ranks_per_node: int | None) ->
             )
     if ranks_per_node is not None:
         # Which rank takes which of the divided lists does not matter to balance.
-        carried = Rearrangement(drawn.source, destination, num_ranks).sparse_volumes(volumes)
+        carried = Rearrangement(drawn.source, destination, num_ranks).volumes(volumes)
         destination = keep_in_nodes(carried, ranks_per_node).rank_of[destination]
     return Rearrangement(drawn.source, np.where(volumes == 0, drawn.source, destination), num_ranks)
 

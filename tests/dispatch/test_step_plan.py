@@ -67,8 +67,13 @@ LINK = Link(
 def test_an_exchange_takes_as_long_as_that_of_the_busiest_rank():
     move = Rearrangement([0, 0, 1, 1], [1, 0, 0, 0], 2)
     # Rank 0 sends 30 bytes and gets 50; what stays on a rank does not travel.
-    assert LINK.seconds((move, np.array([30.0, 999.0, 20.0, 30.0]))) == pytest.approx(1 + 50 / 10)
-    assert LINK.seconds((Rearrangement([0, 1], [0, 1], 2), np.ones(2))) == 0
+    sizes = {
+        "vision_units": np.zeros(4),
+        "vision_tokens": np.zeros(4),
+        "llm_tokens": np.array([30.0, 999.0, 20.0, 30.0]),
+    }
+    assert LINK.seconds_of_all({"llm": move}, sizes) == pytest.approx(1 + 50 / 10)
+    assert LINK.seconds_of_all({"llm": Rearrangement([0] * 4, [0] * 4, 2)}, sizes) == 0
 
 
 def test_what_moves_saves_more_seconds_than_its_exchange_takes():
@@ -120,7 +125,7 @@ def test_nodes_keep_what_they_can():
     sent = {}
     for ranks_per_node in (None, 2):
         made = plan_step(source, sizes, 8, replace(TOKENS, ranks_per_node=ranks_per_node), total_targets=9)
-        volumes, node = made.moves["llm"].volumes(tokens), np.arange(8) // 2
+        volumes, node = made.moves["llm"].volumes(tokens).toarray(), np.arange(8) // 2
         sent[ranks_per_node] = np.where(node[:, None] != node, volumes, 0).sum(axis=1).max()
         assert made.imbalance["llm"][1] < 1.05
     assert sent[2] < 0.9 * sent[None]

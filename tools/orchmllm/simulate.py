@@ -138,7 +138,7 @@ def traffic(setting: Setting, num_ranks: int) -> None:
     }
     step = step_seconds(costs, (ranks[0], ranks[1]), num_ranks)
     for name, (move, size) in moves.items():
-        volumes = move.sparse_volumes(size)
+        volumes = move.volumes(size)
         keep_in_nodes(volumes, RANKS_PER_NODE)  # compiles
         begun = time.process_time()
         plan = keep_in_nodes(volumes, RANKS_PER_NODE)
