@@ -56,6 +56,13 @@ OutArgument = Annotated[
 ModelOption = Annotated[
     Path | None, typer.Option(help="The model's Hugging Face folder: its tokenizer and how it cuts images.")
 ]
+ImagesOption = Annotated[
+    Path | None, typer.Option(help="Folder of images that annotations name; by default the annotations' own.")
+]
+TilesOption = Annotated[
+    int | None,
+    typer.Option(help="The most tiles an image is cut into; by default what the model's folder says.", min=1),
+]
 BrokenOption = Annotated[
     Literal["error", "skip"] | None,
     typer.Option(help="What to do with samples that cannot be read: stop and report them all, or leave them out."),
@@ -77,6 +84,8 @@ def lengths(
     source: SourceArgument,
     out: OutArgument = None,
     model: ModelOption = None,
+    images: ImagesOption = None,
+    max_tiles: TilesOption = None,
     broken: BrokenOption = None,
     samples: SamplesOption = None,
     limits: LimitsOption = None,
@@ -87,27 +96,27 @@ def lengths(
 ) -> None:
     """Measure all samples of a dataset, save their lengths, show what they are like and how they pack.
 
-    Headers say how many tiles images make; files are decoded only to find broken ones. A pass that is interrupted goes
-    on where it was, and the training of a ds_config measures nothing again. Of packs: the fewest possible; how long
+    Headers say how many tiles images make; files are decoded only to find broken ones. The training of a ds_config
+    measures nothing again. Of packs: the fewest possible; how long
     ranks wait for the slowest one in the ViT and in the LLM (Dist Ratio); how random steps are; the largest packs.
 
     Example: omnibal lengths ds_configs/mine.json
 
     Example: omnibal lengths ds_configs/mine.json --samples 4,17
 
-    Example: omnibal lengths data/train.json runs/lengths --model models/InternVL3-1B-hf
+    Example: omnibal lengths data/train.json runs/lengths --model models/InternVL3-1B-hf --images data/images
 
     Example: omnibal lengths runs/lengths --num-replicas 16 --limits 40,12288 --compare
     """
     kind = expect("source", source, ("ds_config", "dataset", "token lengths", "saved lengths"))
     check_folder("out", out)
-    fixed = read_limits(limits)
+    fixed, of_data = read_limits(limits), {"model": model, "images": images, "max-tiles": max_tiles}
     if samples is not None and kind != "ds_config":
         raise ConfigError(f"source must be the run's ds_config to show --samples, got {source}")
     # Lengths come from a ds_config's workspace, from a dataset measured now, or from lists or a folder of lengths.
     workspace = None
     if kind == "ds_config":
-        refuse({"model": model}, "a ds_config names data and model")
+        refuse(of_data, "a ds_config names data and model")
         workspace = open_workspace(source)
         if broken is not None:
             data = workspace.section.data.model_copy(update={"broken": broken})
@@ -126,11 +135,12 @@ def lengths(
             raise ConfigError(f"out must name a folder for the lengths, got none: {source} is no ds_config")
         if model is None:
             raise ConfigError(f"--model must name the model's folder, got nothing: {source} is a dataset")
-        data = DataSection(train=str(source), broken=broken or "error")
-        of_data = Workspace({}, OmnibalSection(model=ModelSection(path=str(model)), data=data))
-        found, unit = of_data.measured_lengths(out), vision_unit_of(of_data.records)
+        folder = None if images is None else str(images)
+        data = DataSection(train=str(source), images=folder, max_tiles=max_tiles, broken=broken or "error")
+        measured = Workspace({}, OmnibalSection(model=ModelSection(path=str(model)), data=data))
+        found, unit = measured.measured_lengths(out), vision_unit_of(measured.records)
     else:
-        refuse({"model": model}, f"{source} holds lengths")
+        refuse(of_data, f"{source} holds lengths")
         found = read_lengths([source], "source")
         unit = found.lengths.vision_unit
     if out is not None:

@@ -46,15 +46,25 @@ def test_the_folder_is_what_pack_reads_with_the_names_of_sources(omnibal, demo, 
     assert record["packs"]["samples"] == 60
 
 
+def test_fewer_tiles_make_shorter_samples(omnibal, demo, tmp_path):
+    totals = [
+        json.loads(
+            omnibal("lengths", demo.meta, tmp_path, "--model", demo.model, "--max-tiles", most, "--json").stdout
+        )["all"]["vision_units"]["total"]
+        for most in (1, 4)
+    ]
+    assert totals[0] < totals[1]
+
+
 @pytest.mark.parametrize("as_array", [True, False])
-def test_annotations_in_llavas_format_are_measured(omnibal, demo, ds_config, tmp_path, as_array):
+def test_annotations_in_llavas_format_are_measured(omnibal, demo, tmp_path, as_array):
     annotations = next((demo.meta.parent / "train").glob("*.jsonl"))
     lines = annotations.read_text().splitlines()
     source = tmp_path / ("llava.json" if as_array else "llava.jsonl")
     source.write_text(f"[{','.join(lines)}]" if as_array else "\n".join(lines))
     root = demo.meta.parent / json.loads(demo.meta.read_text())[annotations.stem]["root"]
-    config = ds_config(data={"train": str(source), "images": str(root), "max_tiles": None})
-    record = json.loads(omnibal("lengths", config, "--json").stdout)
+    options = ["--model", demo.model, "--images", root, "--json"]
+    record = json.loads(omnibal("lengths", source, tmp_path / "out", *options).stdout)
     expected = open_dataset(annotations, demo.model, image_folder=root).lengths()
     assert record["content_hash"] == expected.content_hash
     assert [entry["name"] for entry in record["sources"]] == ["llava"]
@@ -111,8 +121,8 @@ def test_what_cannot_be_written_is_refused_before_anything_is_measured(refusal, 
         (["{meta}", "--model", "{model}"], "out must name a folder for the lengths, got none: {meta} is no ds_config"),
         (["{lengths}", "out", "--model", "{model}"], "--model must be left out here, got {model}: {lengths} holds"),
         (
-            ["{config}", "--model", "{model}"],
-            "--model must be left out here, got {model}: a ds_config names data and model",
+            ["{config}", "--max-tiles", "3"],
+            "--max-tiles must be left out here, got 3: a ds_config names data and model",
         ),
         (["{model}", "out"], "source must be a ds_config or a dataset"),
         (["none.json", "out"], "source must be a readable file or folder, got none.json (No such file or directory)"),

@@ -223,8 +223,8 @@ def test_an_object_of_another_kind_is_said_with_its_keys(refusal, tmp_path):
     assert line.endswith("config.json, which has the keys model_type, hidden_size")
 
 
-def test_too_many_tiles_are_refused(refusal, ds_config):
-    line = refusal("lengths", ds_config(data={"max_tiles": 10**18}))
+def test_too_many_tiles_are_refused(refusal, demo, tmp_path):
+    line = refusal("lengths", demo.meta, tmp_path / "out", "--model", demo.model, "--max-tiles", 10**18)
     assert "max_tiles must be at most 1024" in line
 
 
