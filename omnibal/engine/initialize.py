@@ -1,7 +1,7 @@
 """omnibal.initialize: from a ds_config, a model and a dataset to an engine that trains, in DeepSpeed's shape.
 
 Processes meet; a run is read (`Workspace`), resolved (`ResolvedRun`: layers on ranks), gets its plan and loader
-(`sample_loader` or `stream_loader`) and is built, each once. What one rank finds wrong all ranks learn before anybody
+(`training_loader`) and is built, each once. What one rank finds wrong all ranks learn before anybody
 waits: whatever can fail runs in ``run_on_all_ranks``.
 """
 
@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from omnibal.compiled import folder_hash
 from omnibal.config import check_deferral, fill_in_steps
 from omnibal.engine.engine import OmnibalEngine
-from omnibal.engine.loader import Loader, open_together, sample_loader, stream_loader
+from omnibal.engine.loader import Loader, training_loader
 from omnibal.engine.module import VlmPipelineModule
-from omnibal.engine.reading import PackReader, VlmDataset, cores_of_process, view_of
+from omnibal.engine.reading import VlmDataset
 from omnibal.engine.resolve import (
     MakeOptimizer,
     MakeScheduler,
@@ -39,7 +39,6 @@ from omnibal.engine.resolve import (
 from omnibal.engine.settings import settings_of
 from omnibal.errors import ENGINE_MODULES, ConfigError, end_in_one_line
 from omnibal.families.base import trained_in_words
-from omnibal.feeds.feed import Share
 from omnibal.plan import Plan
 from omnibal.processes import end_with_launcher
 from omnibal.ranks import check_same, gloo_group, run_on_all_ranks
@@ -149,38 +148,13 @@ def start(workspace: Workspace, model: Any, dataset: Any, own: UserOptimizer) ->
         return resolved, deepspeed_config_of(resolved, dist.get_rank())
 
     resolved, config = run_on_all_ranks(refuse_or_resolve)
-    section, position = workspace.section, resolved.layout.position(dist.get_rank())
+    section = workspace.section
     settings = settings_of(workspace.config, section).items()
     check_same(_versions() | {key: value for key, value in settings if key not in _PATHS})
-    # Data: a caller's dataset or stream, else the ds_config's stream, else its annotations, measured by rank 0.
-    samples = dataset
-    if dataset is None and section.data.streaming:
-        # A process to read each of this process's cores but one, which trains.
-        workers = cores_of_process() - 1 if section.data.workers is None else section.data.workers
-        samples = run_on_all_ranks(lambda: workspace.streams(workers))
-    elif dataset is None:
-        samples = open_together(workspace, "train")
     if dist.get_rank() == 0:
         LOG.info("parameters trained: %s", trained_in_words(resolved.trained))
         warn_of_float32(get_accelerator().device_name(), resolved.layout.precision)
-        warn_of_added_end(samples)
-    share = Share(position.replica, resolved.layout.shape(position.stage)[0]) if resolved.layout.has_units else None
-    reader = PackReader(
-        share=share,
-        view=view_of(position.stage, resolved.layout.num_stages),
-        pixel_shape=resolved.vlm.pixel_shape,
-        pixel_dtype=resolved.dtype,
-        image_integers=resolved.vlm.image_integers,
-        positions=resolved.vlm.positions,
-        workers=section.data.workers,
-        ray=section.data.ray,
-        pin_memory=get_accelerator().device_name() == "cuda",
-    )
-    # Samples with lengths are arranged by epochs; of a stream packs are planned as samples come.
-    if hasattr(samples, "lengths"):
-        plan, loader = sample_loader(workspace, resolved, samples, position, reader)
-    else:
-        plan, loader = run_on_all_ranks(lambda: stream_loader(workspace, resolved, samples, position, reader))
+    plan, loader = training_loader(workspace, resolved, dataset)
     # Only now the number of steps is known, which "auto" in DeepSpeed's scheduler waits for.
     total_steps = section.run.max_steps or loader.steps_left(section.run.epochs)
     weights = model.state_dict() if isinstance(model, nn.Module) else None
@@ -260,16 +234,4 @@ def warn_of_float32(device_name: str, dtype: str) -> None:
         LOG.warning(
             "bf16.enabled should be true on a GPU, got float32; it takes twice the memory, and attention runs sample "
             'by sample: set "bf16": {"enabled": true}'
-        )
-
-
-def warn_of_added_end(samples: Any) -> None:
-    """Say that answers are trained with an end which the model's chat template does not write, if they are."""
-    sources = samples.values() if isinstance(samples, Mapping) else (samples,)
-    for end in {getattr(source, "added_end", "") for source in sources} - {""}:
-        LOG.warning(
-            "the model's chat template should end answers, got one that writes nothing behind them (as Vicuna's): each "
-            "answer is trained with %r behind it, the tokenizer's eos_token, or the model would not learn to stop; a "
-            "template that ends answers itself decides otherwise",
-            end,
         )

@@ -13,6 +13,7 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from omnibal.cluster import Layout, PipelinePosition
@@ -21,7 +22,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packing_spec import PackingOptions
 from omnibal.data.source_draws import typical_lengths
-from omnibal.engine.reading import LEFT_OUT, Batch, PackReader, VlmDataset, left_out_of
+from omnibal.engine.reading import LEFT_OUT, Batch, PackReader, VlmDataset, cores_of_process, left_out_of, view_of
 from omnibal.engine.resolve import ResolvedRun
 from omnibal.engine.samples import CheckedSamples, PipelineStreamFeed, SampleRules, checked_lengths
 from omnibal.errors import ConfigError, DataError, OmnibalError, message_alone
@@ -258,15 +259,47 @@ def open_together(workspace: Workspace, part: Literal["train", "held_out"]) -> C
     return rank_zero_first(open_and_measure, doing=MEASURES)
 
 
+def training_loader(workspace: Workspace, resolved: ResolvedRun, dataset: Any) -> tuple[Plan, Loader]:
+    """The plan of a run and this rank's loader of what it trains on; all ranks together.
+
+    Samples are those of a caller's dataset or stream, else of the ds_config's stream, else of its annotations.
+    """
+    layout, data, samples = resolved.layout, workspace.section.data, dataset
+    if dataset is None and data.streaming:
+        # A process to read each of this process's cores but one, which trains.
+        workers = cores_of_process() - 1 if data.workers is None else data.workers
+        samples = run_on_all_ranks(lambda: workspace.streams(workers))
+    elif dataset is None:
+        samples = open_together(workspace, "train")
+    if dist.get_rank() == 0:
+        warn_of_added_end(samples)
+    position = layout.position(dist.get_rank())
+    reader = PackReader(
+        share=Share(position.replica, layout.shape(position.stage)[0]) if layout.has_units else None,
+        view=view_of(position.stage, layout.num_stages),
+        pixel_shape=resolved.vlm.pixel_shape,
+        pixel_dtype=resolved.dtype,
+        image_integers=resolved.vlm.image_integers,
+        positions=resolved.vlm.positions,
+        workers=data.workers,
+        ray=data.ray,
+        pin_memory=get_accelerator().device_name() == "cuda",
+    )
+    # Samples with lengths are arranged by epochs; of a stream packs are planned as samples come.
+    if hasattr(samples, "lengths"):
+        return sample_loader(workspace, resolved, samples, position, reader)
+    return run_on_all_ranks(lambda: stream_loader(workspace, resolved, samples, position, reader))
+
+
 def sample_loader(
-    workspace: Workspace, resolved: ResolvedRun, samples: VlmDataset, place: PipelinePosition, reader: PackReader
+    workspace: Workspace, resolved: ResolvedRun, samples: VlmDataset, position: PipelinePosition, reader: PackReader
 ) -> tuple[Plan, Loader]:
     """The plan of a run on samples with lengths, and this rank's loader; all ranks together."""
     # Rank 0 asks for the lengths first: a dataset may measure them when asked, and keep them for the others. Then each
     # rank arranges the same epoch by itself, and all compare what they arranged it from: no pack is sent.
     lengths = rank_zero_first(lambda: checked_lengths(samples), doing=MEASURES)
     layout = resolved.layout
-    replica = place.replica % layout.num_replicas  # an encoder with more replicas reads by its share alone
+    replica = position.replica % layout.num_replicas  # an encoder with more replicas reads by its share alone
     plan, sampler = run_on_all_ranks(lambda: _arrange(workspace, resolved, samples, lengths, replica))
     sampler.verify(gather)
     broken = workspace.section.data.broken
@@ -319,8 +352,20 @@ def warn_of_long_samples(config: Any, lengths: SampleLengths, limits: PackLimits
         )
 
 
+def warn_of_added_end(samples: Any) -> None:
+    """Say that answers are trained with an end which the model's chat template does not write, if they are."""
+    sources = samples.values() if isinstance(samples, Mapping) else (samples,)
+    for end in {getattr(source, "added_end", "") for source in sources} - {""}:
+        LOG.warning(
+            "the model's chat template should end answers, got one that writes nothing behind them (as Vicuna's): each "
+            "answer is trained with %r behind it, the tokenizer's eos_token, or the model would not learn to stop; a "
+            "template that ends answers itself decides otherwise",
+            end,
+        )
+
+
 def stream_loader(
-    workspace: Workspace, resolved: ResolvedRun, sources: Any, place: PipelinePosition, reader: PackReader
+    workspace: Workspace, resolved: ResolvedRun, sources: Any, position: PipelinePosition, reader: PackReader
 ) -> tuple[Plan, Loader]:
     data, packing, num_steps = workspace.section.data, workspace.section.packing, workspace.section.run.max_steps
     if num_steps is None:
@@ -349,7 +394,7 @@ def stream_loader(
         sources if isinstance(sources, Mapping) else {"data": sources},
         settings,
         layout=resolved.layout,
-        place=place,
+        place=position,
         reader=reader,
         rules=SampleRules.of(resolved.vlm),
     )

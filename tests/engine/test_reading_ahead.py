@@ -8,8 +8,8 @@ import torch
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.engine.initialize import warn_of_added_end, warn_of_float32
-from omnibal.engine.loader import Loader, warn_of_long_samples, warn_of_other_data
+from omnibal.engine.initialize import warn_of_float32
+from omnibal.engine.loader import Loader, warn_of_added_end, warn_of_long_samples, warn_of_other_data
 from omnibal.engine.reading import PackReader
 from omnibal.errors import DataError
 from omnibal.feeds.feed import PacksFromHere
