@@ -72,7 +72,7 @@ class Encoder:
 class Layout:
     """How a run is spread over devices: stages × replicas × tensor ranks, what replicas share, and in which numbers.
 
-    Only this class knows which rank is which: `rank` and `place` are each other's inverse. As in DeepSpeed's
+    Only this class knows which rank is which: `rank` and `position` are each other's inverse. As in DeepSpeed's
     topologies, a rank's tensor rank runs fastest, and its stage slowest.
 
     Raises:

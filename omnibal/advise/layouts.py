@@ -2,7 +2,7 @@
 
 Every kind is estimated on the same samples, global batch, memory and costs. A formula ranks all layouts of a kind in
 microseconds each; the best ones are then placed and simulated with partition, recompute levels and schedule searched
-alike (`omnibal.planner.search.place`).
+alike (`omnibal.planner.search.placed_step`).
 """
 
 from __future__ import annotations

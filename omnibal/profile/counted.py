@@ -68,16 +68,14 @@ def analytic_profile(
         raise ConfigError(f"dtype must be one of {', '.join(ELEMENT_BYTES)}, got {dtype!r}")
     degrees = degrees_of(tensor_parallel)
     parts = check_frozen(records, frozen)
-    units = [_Unit(device, ELEMENT_BYTES[dtype], degree_of(degrees, record.module)) for record in records]
-    works = [_WORK[record.kind](_split_sizes(record, unit.degree)) for record, unit in zip(records, units, strict=True)]
-    # Nothing comes before what an encoder reads: pixels, or frames of sound.
-    before = [
-        None if record.kind in _ENTRIES else work for record, work in zip(records, [None, *works[:-1]], strict=True)
-    ]
-    layers = [
-        _layer_cost(record, work, previous, unit, trained=record.trainable_parameters(frozen))
-        for record, work, previous, unit in zip(records, works, before, units, strict=True)
-    ]
+    layers, before = list[LayerCost](), None
+    for record in records:
+        rates = _Rates(device, ELEMENT_BYTES[dtype], degree_of(degrees, record.module))
+        work = _WORK[record.kind](_split_sizes(record, rates.degree))
+        # Nothing comes before what an encoder reads: pixels, or frames of sound.
+        previous = None if record.kind in _ENTRIES else before
+        layers.append(_layer_cost(record, work, previous, rates, trained=record.trainable_parameters(frozen)))
+        before = work
     return ModelProfile(tuple(layers), device=device.name, dtype=dtype, tensor_parallel=degrees, frozen=parts)
 
 
@@ -91,10 +89,10 @@ def with_sums(measured: ModelProfile, records: Sequence[LayerRecord], device: De
     """
     layers = []
     for layer, record in zip(measured.layers, records, strict=True):
-        unit = _Unit(device, ELEMENT_BYTES[measured.dtype], degree_of(measured.tensor_parallel, record.module))
-        work = _WORK[record.kind](_split_sizes(record, unit.degree))
-        ahead = unit.reduce_seconds * work.reduced
-        back = unit.reduce_seconds * work.reduced_backward
+        rates = _Rates(device, ELEMENT_BYTES[measured.dtype], degree_of(measured.tensor_parallel, record.module))
+        work = _WORK[record.kind](_split_sizes(record, rates.degree))
+        ahead = rates.reduce_seconds * work.reduced
+        back = rates.reduce_seconds * work.reduced_backward
         if work.at_once:
             ahead, back = ahead + back, CostModel()
         # A selective pass may spare some of the sums.
@@ -193,7 +191,9 @@ class _Work:
     at_once: bool = False
 
 
-class _Unit:
+class _Rates:
+    """Seconds per operation, byte and summed element on one of the devices that share a layer."""
+
     def __init__(self, device: Device, element_bytes: int, degree: int) -> None:
         if device.flops_per_second is None or device.memory_bytes_per_second is None:
             raise ConfigError(
@@ -214,26 +214,30 @@ class _Unit:
         self.reduce_seconds = 2 * (degree - 1) / degree / elements_per_second
 
 
-def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, unit: _Unit, *, trained: int) -> LayerCost:
+def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, rates: _Rates, *, trained: int) -> LayerCost:
     # Norms and biases of split layers, at most 0.1 % of their parameters, are counted as split.
-    split = 1.0 if record.kind in _NOT_SPLIT else unit.share
-    operation, element, whole_element = unit.operation_seconds * split, unit.element_bytes * split, unit.element_bytes
-    traffic = unit.byte_seconds * element * work.traffic + unit.byte_seconds * whole_element * work.whole_traffic
+    split = 1.0 if record.kind in _NOT_SPLIT else rates.share
+    operation, element, whole_element = (
+        rates.operation_seconds * split,
+        rates.element_bytes * split,
+        rates.element_bytes,
+    )
+    traffic = rates.byte_seconds * element * work.traffic + rates.byte_seconds * whole_element * work.whole_traffic
     adapters, ranks, dropped = (record.sizes.get(name, 0) for name in ADAPTER_SIZES)
     # Operations, forward; backward to the inputs and to the weights take as many each.
     beside = 2 * adapters * work.rows
     inputs = operation * (work.products + beside + _ATTENTION_BACKWARD * work.attention) + traffic
-    inputs += unit.reduce_seconds * work.reduced_backward
+    inputs += rates.reduce_seconds * work.reduced_backward
     backward = inputs if before is not None else CostModel()  # pixels need no gradient
     share, share_of_adapters = _trained_shares(record, trained)
     weights = operation * (share * work.products + share_of_adapters * beside) if trained else CostModel()
     waits = trained > 0 and record.tied_key is None and work.pending != CostModel()
-    copies = _split_sizes(record, unit.degree)["parameters"] / max(record.sizes["parameters"], 1)
+    copies = _split_sizes(record, rates.degree)["parameters"] / max(record.sizes["parameters"], 1)
     parameters = record.sizes["parameters"] * split * copies
     numbers = trained * split * copies
-    master_bytes = _FLOAT32_BYTES if unit.element_bytes < _FLOAT32_BYTES else 0
+    master_bytes = _FLOAT32_BYTES if rates.element_bytes < _FLOAT32_BYTES else 0
     optimizer_bytes = numbers * (2 * _FLOAT32_BYTES + master_bytes)
-    forward = operation * (work.products + beside + work.attention) + traffic + unit.reduce_seconds * work.reduced
+    forward = operation * (work.products + beside + work.attention) + traffic + rates.reduce_seconds * work.reduced
     backward = backward if waits else backward + weights
     # of an adapter what its first matrix puts out; under dropout its own input and a byte for each number of it
     beside_kept = element * (ranks + dropped) * work.rows + split * dropped * work.rows
@@ -247,7 +251,7 @@ def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, unit: _U
     recompute = {"full": forward}
     if work.at_once:
         forward, backward, recompute = forward + backward, CostModel(), {"full": CostModel()}
-        kept = kept_recomputed = whole_element * work.whole_saved + CostModel(fixed=numbers * unit.element_bytes)
+        kept = kept_recomputed = whole_element * work.whole_saved + CostModel(fixed=numbers * rates.element_bytes)
     return LayerCost(
         record.name,
         record.kind,
@@ -259,15 +263,15 @@ def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, unit: _U
         pending_bytes=element * (work.pending + (2 * ranks + dropped) * work.rows) + whole_element * work.whole_pending
         if waits
         else CostModel(),
-        output_bytes=unit.element_bytes * (work.output + _carried(record.sizes))
+        output_bytes=rates.element_bytes * (work.output + _carried(record.sizes))
         + CostModel(llm_tokens=record.token_bytes),
         saved_bytes={"none": kept, "full": kept_recomputed},
         recompute_seconds=recompute,
-        parameter_bytes=round(parameters * unit.element_bytes),
-        gradient_bytes=round(numbers * unit.element_bytes),
+        parameter_bytes=round(parameters * rates.element_bytes),
+        gradient_bytes=round(numbers * rates.element_bytes),
         optimizer_bytes=round(optimizer_bytes),
         # its state is read and written, the gradient read, the parameter written
-        optimizer_seconds=(2 * optimizer_bytes + 2 * numbers * unit.element_bytes) * unit.byte_seconds,
+        optimizer_seconds=(2 * optimizer_bytes + 2 * numbers * rates.element_bytes) * rates.byte_seconds,
         trainable=trained > 0,
         sizes=dict(record.sizes),
         tied_key=record.tied_key,
