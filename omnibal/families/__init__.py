@@ -37,8 +37,7 @@ def register(family: Family) -> None:
 for _family in (
     tiled.INTERNVL,
     tiled.LLAVA,
-    tiled.NEXT,
-    tiled.ONEVISION,
+    tiled.OF_CANVASES,
     qwen_vl.SECOND,
     qwen_vl.THIRD,
     qwen_vl.THIRD_WITH_EXPERTS,

@@ -227,7 +227,7 @@ INTERNVL = Family(
     image_rule=internvl_rule,
     tile_limits=tile_limits,
     layer_records=internvl_records,
-    layers="omnibal.vlm.tiled:internvl",
+    layers="omnibal.vlm.tiled:tiled",
     disk_prefixes={"model.vision_tower.": "vision_tower.", **LANGUAGE_ON_DISK},
     cuts=_CUTS,
     image_tokens={"start_image_token": "<img>", "context_image_token": "<IMG_CONTEXT>", "end_image_token": "</img>"},
@@ -348,8 +348,8 @@ def canvases_of(config: Config, preprocessor: Config | None = None) -> Canvases:
         raise ConfigError(f"vision_feature_select_strategy must be {selected!r}, got {strategy!r}")
     if preprocessor is None:
         side = size(section(config, "vision_config"), "image_size")
-        own = {"image_grid_pinpoints": config.get("image_grid_pinpoints", ()), "size": {"height": side, "width": side}}
-        preprocessor = own
+        known = config.get("image_grid_pinpoints", ())
+        preprocessor = {"image_grid_pinpoints": known, "size": {"height": side, "width": side}}
     cut, known = (tuple((h, w) for h, w in side.get("image_grid_pinpoints", ())) for side in (preprocessor, config))
     if not cut:
         raise ConfigError("image_grid_pinpoints must name at least one resolution, got none")
@@ -367,15 +367,13 @@ LLAVA = Family(
     model_types=("llava",),
     image_rule=llava_rule,
     layer_records=llava_records,
-    layers="omnibal.vlm.tiled:llava",
+    layers="omnibal.vlm.tiled:tiled",
     disk_prefixes=TOWER_ON_DISK | LANGUAGE_ON_DISK,
     cuts=TOWER_CUTS | TEXT_CUTS,
 )
-NEXT = replace(
+OF_CANVASES = replace(
     LLAVA,
-    model_types=("llava_next",),
+    model_types=("llava_next", "llava_onevision"),
     image_rule=canvas_rule,
-    layers="omnibal.vlm.tiled:llava_next",
     disk_prefixes={"model.image_newline": "image_newline", **LLAVA.disk_prefixes},
 )
-ONEVISION = replace(NEXT, model_types=("llava_onevision",), layers="omnibal.vlm.tiled:llava_onevision")

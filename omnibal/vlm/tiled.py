@@ -6,25 +6,21 @@ gets no gradient: no layer has it, and its weights are exported as they came.
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import (
-    InternVLConfig,
     InternVLForConditionalGeneration,
-    LlavaConfig,
     LlavaForConditionalGeneration,
-    LlavaNextConfig,
     LlavaNextForConditionalGeneration,
-    LlavaOnevisionConfig,
     LlavaOnevisionForConditionalGeneration,
 )
 
 from omnibal.errors import DataError
 from omnibal.families import layer_records
-from omnibal.families.base import ImageRule
+from omnibal.families.base import ImageRule, size_pair
 from omnibal.families.tiled import Canvases, Fit, canvases_of
 from omnibal.vlm.layers import LayerRecipe, PartsLayer, VisionLanguageModel, skeleton_of
 from omnibal.vlm.payload import Payload
@@ -143,34 +139,37 @@ class CanvasProjector(Projector):
         return torch.cat((grid, ends), dim=1).flatten(0, 1)
 
 
-def internvl(config: InternVLConfig) -> VisionLanguageModel:
-    records = layer_records(config.to_dict())
+# By ``model_type``: the model, its block of the ViT and what transformers calls the list of these, and its projector.
+_MODELS: Final[Mapping[str, tuple[Any, type[nn.Module], str, type[nn.Module]]]] = {
+    "internvl": (InternVLForConditionalGeneration, InternVLBlock, "layer", InternVLProjector),
+    "llava": (LlavaForConditionalGeneration, VisionBlock, "layers", Projector),
+    "llava_next": (LlavaNextForConditionalGeneration, VisionBlock, "layers", CanvasProjector),
+    "llava_onevision": (LlavaOnevisionForConditionalGeneration, VisionBlock, "layers", CanvasProjector),
+}
+
+
+def tiled(config: Any) -> VisionLanguageModel:
+    model_class, block, layers, projector = _MODELS[config.model_type]
+    records, skeleton = layer_records(config.to_dict()), skeleton_of(model_class, config)
+    images: dict[str, Any] = {}
+    projector_parts = {"projector": PROJECTOR}
+    if projector is CanvasProjector:
+        canvases = canvases_of(config.to_dict())
+        images["image_integers"] = {IMAGE_SIZES: (2,)} | ({IMAGES_OF_SAMPLES: ()} if canvases.lone_only else {})
+        images["image_tokens"] = partial(_tokens, canvases.loads)
+        images["made_images"] = partial(_made_images, canvases)
+        projector_parts["newline"] = "model.image_newline"
+    norm = {"norm": f"{TOWER}.pre_layrnorm"} if hasattr(skeleton.get_submodule(TOWER), "pre_layrnorm") else {}
     blocks = [record.kind for record in records].count("vision_block")
     recipes = (
-        LayerRecipe(PatchEmbedding, {"embeddings": f"{TOWER}.embeddings"}),
-        *(LayerRecipe(InternVLBlock, {"block": f"{TOWER}.encoder.layer.{i}"}) for i in range(blocks)),
-        LayerRecipe(InternVLProjector, {"projector": PROJECTOR}),
+        LayerRecipe(PatchEmbedding, {"embeddings": f"{TOWER}.embeddings"} | norm),
+        *(LayerRecipe(block, {"block": f"{TOWER}.encoder.{layers}.{i}"}) for i in range(blocks)),
+        LayerRecipe(projector, projector_parts),
         *text_recipes(records),
     )
-    vision: Any = config.vision_config
-    return VisionLanguageModel(
-        skeleton_of(InternVLForConditionalGeneration, config),
-        records,
-        recipes,
-        pixel_shape=(vision.num_channels, *vision.image_size),
-    )
-
-
-def llava(config: LlavaConfig) -> VisionLanguageModel:
-    return _llava(config, LlavaForConditionalGeneration, Projector)
-
-
-def llava_next(config: LlavaNextConfig) -> VisionLanguageModel:
-    return _llava(config, LlavaNextForConditionalGeneration, CanvasProjector)
-
-
-def llava_onevision(config: LlavaOnevisionConfig) -> VisionLanguageModel:
-    return _llava(config, LlavaOnevisionForConditionalGeneration, CanvasProjector)
+    vision = config.vision_config
+    height, width = size_pair({"image_size": vision.image_size}, "image_size")
+    return VisionLanguageModel(skeleton, records, recipes, pixel_shape=(vision.num_channels, height, width), **images)
 
 
 def _tokens(rule: ImageRule, sample: Mapping[str, Tensor]) -> int:
@@ -194,27 +193,3 @@ def _made_images(canvases: Canvases, units: int) -> tuple[int, dict[str, Tensor]
         IMAGES_OF_SAMPLES: torch.ones(count, dtype=torch.int64),  # OneVision tiles the images of samples with one
     }
     return count * each, integers
-
-
-def _llava(config: Any, model_class: Any, projector: type[Projector]) -> VisionLanguageModel:
-    images: dict[str, Any] = {}
-    projector_parts = {"projector": PROJECTOR}
-    if issubclass(projector, CanvasProjector):
-        canvases = canvases_of(config.to_dict())
-        images["image_integers"] = {IMAGE_SIZES: (2,)} | ({IMAGES_OF_SAMPLES: ()} if canvases.lone_only else {})
-        images["image_tokens"] = partial(_tokens, canvases.loads)
-        images["made_images"] = partial(_made_images, canvases)
-        projector_parts["newline"] = "model.image_newline"
-    records = layer_records(config.to_dict())
-    skeleton = skeleton_of(model_class, config)
-    norm = {"norm": f"{TOWER}.pre_layrnorm"} if hasattr(skeleton.get_submodule(TOWER), "pre_layrnorm") else {}
-    blocks = [record.kind for record in records].count("vision_block")
-    recipes = (
-        LayerRecipe(PatchEmbedding, {"embeddings": f"{TOWER}.embeddings"} | norm),
-        *(LayerRecipe(VisionBlock, {"block": f"{TOWER}.encoder.layers.{i}"}) for i in range(blocks)),
-        LayerRecipe(projector, projector_parts),
-        *text_recipes(records),
-    )
-    vision = config.vision_config
-    pixel_shape = (vision.num_channels, vision.image_size, vision.image_size)
-    return VisionLanguageModel(skeleton, records, recipes, pixel_shape=pixel_shape, **images)
