@@ -217,11 +217,8 @@ class _Rates:
 def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, rates: _Rates, *, trained: int) -> LayerCost:
     # Norms and biases of split layers, at most 0.1 % of their parameters, are counted as split.
     split = 1.0 if record.kind in _NOT_SPLIT else rates.share
-    operation, element, whole_element = (
-        rates.operation_seconds * split,
-        rates.element_bytes * split,
-        rates.element_bytes,
-    )
+    whole_element = rates.element_bytes
+    operation, element = rates.operation_seconds * split, whole_element * split
     traffic = rates.byte_seconds * element * work.traffic + rates.byte_seconds * whole_element * work.whole_traffic
     adapters, ranks, dropped = (record.sizes.get(name, 0) for name in ADAPTER_SIZES)
     # Operations, forward; backward to the inputs and to the weights take as many each.
