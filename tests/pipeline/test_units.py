@@ -4,15 +4,16 @@ import numpy as np
 import pytest
 
 from omnibal.cluster import Encoder, Layout, Links
-from omnibal.cost import Load
+from omnibal.cost import CostModel, Load
 from omnibal.errors import ConfigError
+from omnibal.families.base import encoder_layers
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import Operation, Schedule, encoder_schedule, one_f_one_b, schedule_of, zero_bubble
 from omnibal.pipeline.search import PartitionProblem
 from omnibal.pipeline.simulate import simulate, simulate_step
 from omnibal.pipeline.times import Unit, numbered, step_times
 from tests.pipeline.profiles import fixed_profile
-from tests.pipeline.random_problems import random_arguments
+from tests.pipeline.random_problems import all_partitions, random_arguments, random_profile
 from tests.pipeline.test_simulate_step import packs
 
 FREE = Links(np.inf)
@@ -165,3 +166,24 @@ def test_the_bound_is_what_a_step_takes_where_packs_are_few(replicas, encoder_re
     problem = PartitionProblem(profile, times, schedule_of(layout, micro_batches, "1f1b"), "overlap")
     bound = problem.lower_bound_seconds
     assert 0.93 * found.step_seconds <= bound <= found.step_seconds * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(0, 60, 3))
+def test_no_cut_of_units_with_a_frozen_encoder_is_faster_than_its_bound(seed):
+    """A frozen encoder waits for no gradient, however uneven the packs are."""
+    rng, micro_batches = np.random.default_rng(seed), 4
+    profile = random_profile(rng, 2, 2)
+    border = encoder_layers(profile.layers)
+    frozen = (replace(layer, trainable=False, weight_seconds=CostModel()) for layer in profile.layers[:border])
+    profile = replace(profile, layers=(*frozen, *profile.layers[border:]))
+    replicas, encoder_replicas = ((2, 1), (1, 2), (2, 2), (1, 1))[seed % 4]
+    layout, links = units(3, replicas, encoder_replicas), Links(1e3)
+    loads = [
+        Load(rng.choice([0, 1, 30], micro_batches), rng.choice([0, 100, 8000], micro_batches)) for _ in range(replicas)
+    ]
+    unit = Unit(border, encoder_replicas, links)
+    times = step_times(profile, [numbered(Load.stack(loads))], links, num_replicas=replicas, unit=unit)
+    schedule = schedule_of(layout, micro_batches, ("1f1b", "zero-bubble")[seed % 2])
+    problem = PartitionProblem(profile, times, schedule, "overlap")
+    partitions = np.array([cut for cut in all_partitions(len(profile.layers), 3) if cut[1] == border])
+    assert (problem.bound(partitions) <= problem.evaluate(partitions) * (1 + 1e-9)).all()
