@@ -264,12 +264,9 @@ def _vision_recipes(records: Sequence[LayerRecord], vision: Any) -> list[LayerRe
 
 def _features(records: Sequence[LayerRecord]) -> list[tuple[str, ...]]:
     """What each cut sends: a deep-stack feature from the block that makes it to the decoder layer that adds it."""
-    # Entry i is what a cut before layer i sends: made so far, and not yet added.
-    kinds = [record.kind for record in records]
-    deep, made, added = kinds.count("deepstack_block"), 0, 0
-    found: list[tuple[str, ...]] = [()]
-    for kind in kinds:
-        made += kind == "deepstack_block"
-        added = min(added + (kind == "decoder_block"), deep)
-        found.append(tuple(map(_feature_name, range(added, made))))
+    # Entry i is what a cut before layer i sends: the last of the features that were made.
+    made, found = 0, list[tuple[str, ...]]([()])
+    for record in records:
+        made += record.kind == "deepstack_block"
+        found.append(tuple(map(_feature_name, range(made - record.sizes.get("carried", 0), made))))
     return found
