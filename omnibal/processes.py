@@ -4,6 +4,7 @@ Needs neither torch nor DeepSpeed to be imported: whoever starts processes has n
 environment before torch is imported is set from here.
 """
 
+import atexit
 import os
 import random
 import select
@@ -12,6 +13,7 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing import parent_process
 from pathlib import Path
 from threading import Thread, current_thread, main_thread
@@ -24,6 +26,7 @@ LAUNCHER: Final = (sys.executable, "-m", "deepspeed.launcher.runner", "--log_lev
 ERROR_MARKS: Final = ("Error:", "OutOfMemory")
 RUNNER, LAUNCH = "deepspeed", "deepspeed.launcher.launch"  # in the command lines of what starts a launch's processes
 PROCESSES: Final = Path("/proc")
+MOST_SECONDS: Final = 5.0  # that the end of a process waits for a thread
 
 
 def free_port() -> int:
@@ -34,6 +37,20 @@ def free_port() -> int:
         with socket.socket() as found, suppress(OSError):  # somebody listens there
             found.bind(("127.0.0.1", port))
             return port
+
+
+def start_until_exit(thread: Thread, stop: Callable[[], None]) -> Callable[[], None]:
+    """Start a daemon thread that stops before Python ends; call what this gives when it has stopped by itself."""
+    # Python ends daemon threads where they next want its lock. Inside C++, as torch's operators and its store are, that
+    # aborts the process: "terminate called without an active exception".
+
+    def end() -> None:
+        stop()
+        thread.join(MOST_SECONDS)
+
+    atexit.register(end)
+    thread.start()
+    return partial(atexit.unregister, end)
 
 
 def reason_of(output: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from omnibal.data.epoch import Step
 from omnibal.feeds.sampler import BalancedBatchSampler
+from omnibal.processes import start_until_exit
 
 Made = TypeVar("Made")
 _END: Final = object()
@@ -169,7 +170,7 @@ def ahead(make: Callable[[], Iterator[Made]], count: int) -> Iterator[Made]:
             made.put(error)
 
     thread = threading.Thread(target=work, daemon=True, name="omnibal-ahead")
-    thread.start()
+    forget = start_until_exit(thread, lambda: requests.put(False))
     for _ in range(count):
         requests.put(True)
     try:
@@ -182,3 +183,4 @@ def ahead(make: Callable[[], Iterator[Made]], count: int) -> Iterator[Made]:
         requests.put(False)
         if not sys.is_finalizing():  # no thread runs any more when Python ends
             thread.join()
+            forget()

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from omnibal.errors import OmnibalError, said, shortened
+from omnibal.processes import start_until_exit
 from omnibal.ranks.watchdog import Watchdog
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -124,7 +125,8 @@ class Watch:
         self._word = Lock()  # who takes it says why this process ends: its main thread, or the watch that heard of it
         self._dog: Watchdog | None = None
         self._show: Any = None
-        Thread(target=self._look, daemon=True, name="omnibal-watches-ranks").start()
+        thread, self._ends = Thread(target=self._look, daemon=True, name="omnibal-watches-ranks"), Event()
+        start_until_exit(thread, self._ends.set)
 
     def hear_the_end(self) -> None:
         """Tell the other ranks of any exception that ends this process."""
@@ -167,7 +169,8 @@ class Watch:
         with suppress(Exception):  # the store has ended with its rank, as at the end of training
             while not self._store.check([SAID]):
                 dog = self._dog
-                sleep(_look_seconds(self._num_ranks))
+                if self._ends.wait(_look_seconds(self._num_ranks)):
+                    return
                 if not self._has_answered and self._store.check([ROLL]):
                     _answer(self._store, self._rank)
                     self._has_answered = True

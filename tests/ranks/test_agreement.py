@@ -1,5 +1,8 @@
 """What ranks do together fails on all of them, and nobody sits in a collective while rank 0 works."""
 
+import subprocess
+import sys
+
 import pytest
 
 from omnibal import ranks
@@ -110,3 +113,24 @@ def test_a_rank_that_hears_of_a_failure_and_then_fails_says_why_once():
     (log,) = how_all_end(1, "tests.ranks.waiting:fail_after_another", timeout_seconds=60)
     said = [line for line in log.splitlines() if line.startswith("omnibal: rank ")]
     assert said == ["omnibal: rank 0 ends, for rank 7 failed: it is gone"]
+
+
+ENDS_WHILE_WATCHED = """
+import torch, torch.distributed as dist
+from time import sleep
+from omnibal.ranks import failures
+class InNative:  # nearly always within C++, where Python would end the thread
+    def check(self, keys):
+        torch.randn(1_000_000).sort()
+        return False
+failures.LOOK_SECONDS, failures.RANKS_A_SECOND, failures._own_store = 0, 1e9, InNative
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+failures.watch()
+sleep(0.3)
+"""
+
+
+@pytest.mark.distributed
+def test_a_process_ends_in_peace_while_a_thread_looks_at_the_store():
+    ended = subprocess.run([sys.executable, "-c", ENDS_WHILE_WATCHED], check=False, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
