@@ -87,7 +87,7 @@ class PackLoader(DataLoader[Any]):
         self._taken = 0
 
 
-class Weighing:
+class WeighingTokens:
     """A collator whose batches hold what ``pack_loss`` needs.
 
     A pack brings its weight from the sampler, so that a loader which a host makes anew, as Accelerate does to skip
@@ -219,7 +219,7 @@ def balanced_loader(
         samples = samples_to_check(sampler.lengths, is_known=config.model_type in FAMILIES)
         check_packed(model, collator, [dataset[sample] for sample in samples])
     view: Any = PackedView(dataset)
-    collate_packs: Any = Weighing(collator) if weigh_tokens else collator
+    collate_packs: Any = WeighingTokens(collator) if weigh_tokens else collator
     return PackLoader(view, batch_sampler=sampler, collate_fn=collate_packs, **options)
 
 
