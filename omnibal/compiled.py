@@ -10,6 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
+import numba
 from numba import njit, types
 from numba.core import config, event
 from numba.core.caching import NullCache
@@ -24,14 +25,16 @@ LOG: Final = logging.getLogger(__name__)
 OPTIONS: Final[dict[str, Any]] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 
+# `_PartLibrary` overrides what this version does inside; with another one parts take some seconds longer to compile.
+KNOWN_NUMBA: Final = "0.68."
+
+
 class _Compiling(event.Listener):  # type: ignore[misc]
     """Says why a run waits, once: compiling takes some seconds, where code on disk is there at once."""
 
     said = False
-    depth, collects = (
-        0,
-        False,
-    )  # functions that are being compiled, each for the one before; whether garbage was collected
+    depth = 0  # functions that are being compiled, each for the one before
+    collects = False  # whether garbage was collected before
 
     def on_start(self, event: Any) -> None:
         # A compilation makes millions of objects that live on: looking for garbage among them took a sixth of the time.
@@ -73,7 +76,8 @@ def compiled_part(function: Function) -> Function:
     # Arguments that are many or nested take long to unpack from Python's objects, and to compile the code that does.
     # Nor does it count who refers to its arrays (``_nrt``): its callers hold them, and counters are atomic, which is
     # slow where a call of many arrays does little.
-    return cast(Function, _dispatcher(function, no_cpython_wrapper=True, _nrt=False, pipeline_class=_PartCompiler))
+    own = {"pipeline_class": _PartCompiler} if numba.__version__.startswith(KNOWN_NUMBA) else {}
+    return cast(Function, _dispatcher(function, no_cpython_wrapper=True, _nrt=False, **own))
 
 
 class _PartLibrary(JITCodeLibrary):  # type: ignore[misc]
