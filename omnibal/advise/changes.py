@@ -230,7 +230,7 @@ def _packs(now: Estimate, settled: Estimate) -> tuple[_Search, Speedup | None]:
 
 def _change(name: str, detail: str, before: Estimate, after: Estimate) -> TriedChange:
     if not after.fits:
-        return TriedChange(name, f"{detail}: does not fit, {bytes_in_words(after.missing_bytes)} are missing")
+        return TriedChange(name, f"{detail} does not fit, {bytes_in_words(after.missing_bytes)} are missing")
     return TriedChange(name, detail, Speedup.of(before, after), after)
 
 

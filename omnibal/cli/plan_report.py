@@ -157,7 +157,7 @@ class PlanReport:
             return f"training refuses it: {self.refused}; change {source}"
         if self.workspace.replaces:
             return f"deepspeed launch/train.py --deepspeed_config {source} follows it"
-        return f"training follows {self.workspace.followed_plan or 'no plan'}; --write puts this one in its place"
+        return f"training follows {self.workspace.followed_plan or 'no plan'}; --write makes it follow this one"
 
     def _other_step(self, samples_per_step: float) -> str:
         """Why a step has other samples than were asked for, if it has."""

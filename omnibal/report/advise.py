@@ -106,7 +106,7 @@ class Report:
             found.append(f"memory: today's fullest micro-batch lacks {lacks:.1f} GiB and would end the run{fits}")
         shares = ", ".join(f"{cause} {share:.0%}" for cause, share in today.shares.items())
         found.append(f"today: {today.samples_per_second:,.1f} samples/s, of their time {shares}")
-        found.append("each step on top of the last that brings something; 0 are your trainer's settings")
+        found.append("changes, each on top of those above; 0 are your trainer's settings; factors multiply to line 1")
         # Changes that are parts of packs say nothing by themselves if packs as a whole bring nothing.
         own = [change for change in advice.changes if not change.is_setting and advice.takes_packs]
         found += [f"0. {self._said(change)}" for change in advice.changes if change.is_setting]
@@ -222,12 +222,12 @@ class Report:
 
     def _said(self, change: TriedChange) -> str:
         if change.gain is None:
-            return f"{change.name}: {change.detail}"
+            return f"{change.name}: left out, {change.detail}"
         if not change.brings:
-            # The drop-in makes packing and balance together, so each counts even where it brings nothing alone.
-            is_needed = self.advice.takes_packs and change.name in ("packing", "balance")
-            nothing = "nothing by itself" if is_needed else "nothing"
-            return f"{change.name}: brings {nothing} ({change.gain}x; {change.detail})"
+            # The drop-in makes these together, so each counts even where it brings nothing alone.
+            if not change.is_setting and change.name in ("head", "packing", "balance"):
+                return f"{change.name}: {change.gain}x ({change.detail}; counts, since packs need it)"
+            return f"{change.name}: left out, {change.gain}x brings nothing ({change.detail})"
         instead = "; packs take its place" if change in self.advice.replaced else ""
         return f"{change.name}: {change.gain}x ({change.detail}{instead})"
 

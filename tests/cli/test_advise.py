@@ -1,6 +1,7 @@
 """What would it bring me?"""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -65,7 +66,7 @@ def test_the_answer_in_ten_lines(omnibal, lengths, tmp_path):
     assert lines[1] == f"counted for InternVL3-8B on 8xA100-80GB, {way}; {optimizer}"
     assert lines[2] == "data: 20,000 samples of measured lengths"
     assert re.match(r"today: [\d.]+ samples/s, of their time useful 3\d%, ", lines[3])
-    assert lines[4].startswith("each step on top of the last")
+    assert lines[4].startswith("changes, each on top of those above; ")
     # Parts of packs that as a whole bring nothing are not told: "balance 2.5" would look like a gain.
     assert [line.split(":")[0] for line in lines[5:12]] == [
         "0. head", "0. group_by_length", "0. batch_rebalance", "0. batch", "0. recompute", "0. trainer", "paste",
@@ -76,6 +77,17 @@ def test_the_answer_in_ten_lines(omnibal, lengths, tmp_path):
     )
     assert not any("balance(trainer" in line or "packs of all samples" in line for line in lines)
     assert (tmp_path / "advice.png").stat().st_size > 10_000
+
+
+@pytest.mark.usefixtures("few_steps")
+@pytest.mark.parametrize("sharding", ["zero3", "ddp"])
+def test_printed_factors_multiply_up_to_the_first_line(omnibal, lengths, sharding):
+    cluster = ("--model", "InternVL3-2B", *RUN[2:])
+    lines = omnibal("advise", lengths, *cluster, "--today", sharding, "--batch", 4).stdout.splitlines()
+    (whole,) = re.findall(r"over today:? ([\d.]+) ±", lines[0])
+    factors = [float(found[1]) for line in lines if (found := re.match(r"\d\. \w+: ([\d.]+) ± ", line))]
+    assert len(factors) > 2
+    assert math.prod(factors) == pytest.approx(float(whole), rel=0.02)
 
 
 def test_json_says_the_same(omnibal, lengths):

@@ -420,7 +420,7 @@ def test_what_ifs_leave_the_plan_and_the_profile_that_a_run_follows(omnibal, ds_
     what_if = ("--cluster", "2x8xH100-80GB")
     result = omnibal("plan", config, *what_if)
     assert (
-        f"written {run}/what-if/plan.json; training follows {run}/plan.json; --write puts this one in its place"
+        f"written {run}/what-if/plan.json; training follows {run}/plan.json; --write makes it follow this one"
     ) in " ".join(result.stdout.split())
     assert Plan.load(run / "what-if" / "plan.json").cluster == Cluster.parse("2x8xH100-80GB")
     asked = Plan.load(run / "plan.json").predicted.samples_per_step
