@@ -872,7 +872,9 @@ def test_a_replaced_loader_keeps_the_samples_of_a_step_and_says_what_it_changes(
     sampler = replace_loader(trainer, PackLimits(2000, 900), model=trainer.model).pack_sampler
     line, loss = capsys.readouterr().out.rsplit("omnibal: ", 1)
     assert line.startswith("omnibal: 11 samples in packs of at most ")
-    assert "smaller than the given 2000 vision units and 900 LLM tokens, under which a step holds 11.0 samples" in line
+    assert (
+        "smaller than the given 2000 vision units and 900 LLM tokens: more samples a step (samples_per_step=)" in line
+    )
     assert " 3 steps an epoch, 4 samples a step asked, 3.7 on average" in line
     means = f"a step now has the mean of {sampler.micro_batches} packs' means, and not that of its target tokens"
     assert loss.startswith("Trainer.compute_loss stays; where it takes the mean over a batch, as outputs.loss is,")
