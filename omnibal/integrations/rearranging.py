@@ -38,7 +38,7 @@ class StepCheck:
 
     def compare(self, *, backward: bool) -> None:
         """Meet the other ranks before a pass, which costs log₂(ranks) small messages."""
-        least, greatest = self.meeting.extremes((*self.place, int(backward), self.digest))
+        least, greatest = self.meeting.extremes(self.place, (int(backward), self.digest))
         *first, first_digest, first_rank = least
         *last, last_digest, last_rank = greatest
         if first != last:

@@ -38,6 +38,7 @@ from omnibal.profile.records import Level
 from omnibal.ranks import Meeting, check_same, gather, new_gloo_group
 
 BEGINNING: Final = 0, None  # a position: steps that are done, and the state of the source behind them
+BEFORE_ALL: Final = -1, -1  # steps and micro-batches
 AHEAD: Final = 2  # steps that are drawn and planned before they are wanted
 MEASURED_BYTES: Final = 2**24  # that each rank sends to measure the link: some ten images
 SECONDS: Final = PER_VIDEO[-1]  # of videos: positions are counted from them before samples travel
@@ -49,8 +50,8 @@ class RearrangingLoader:
 
     A thread draws the next steps, exchanges their lengths with the other ranks (numbers only, over gloo) and plans
     them while the model works. Sources may never end, or end at different times: a rank that has no more works on
-    others' samples until all have ended. What goes wrong on one rank is raised on all. A rank that skips a step or
-    holds another plan ends all, with a message that names the rank.
+    others' samples until all have ended. What goes wrong on one rank is raised on all. A rank that leaves the loop,
+    skips a step or holds another plan ends all, with a message that names the rank.
 
     Args:
         source: Yields lists of items of a dataset, a micro-batch of this rank each, once for every iteration of the
@@ -101,7 +102,15 @@ class RearrangingLoader:
         self._steps: Iterator[tuple[list[Drawn], Any]] | None = None
 
     def __iter__(self) -> Iterator[Drawn]:
-        return (drawn for _, drawn in micro_batches_of(self))
+        received = BEFORE_ALL
+        self._meeting.begin()
+        try:
+            for _, drawn in micro_batches_of(self):
+                received = drawn.check.place
+                yield drawn
+        except GeneratorExit:
+            self._meeting.leave(received)
+            raise
 
     def step(self) -> tuple[StepPlan, list[Drawn]] | None:
         """The next step's first plan, and this rank's micro-batches; None where all ranks' sources have ended."""

@@ -31,7 +31,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeo
 
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.feeds.sampler import check_agreement
-from omnibal.ranks.failures import lost_ranks_named
+from omnibal.ranks.failures import lost_ranks_named, watch
 
 T = TypeVar("T")
 LOG: Final = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 _REMEDY: Final = f"set {INTERFACE} on every host to the network interface that leads to the others"
 
 _turns = count()
+_loops = count(1)  # over all meetings of this process: ranks begin them in the same order
 
 
 class _Failure(NamedTuple):
@@ -203,20 +204,35 @@ class Meeting:
         self._group = new_gloo_group(among, timeout=MEETING_TIMEOUT)
         self._ranks = dist.get_process_group_ranks(self._group)
         self._own = self._ranks.index(dist.get_rank())
+        self._loop, self._last = 0, tuple[int, ...]()
 
-    def extremes(self, record: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The least and the greatest of all ranks' records, in the order of their numbers, each with its rank behind.
+    def begin(self) -> None:
+        """A new loop, whose positions are behind all those of the loops before."""
+        self._loop = next(_loops)
+        self._last = (self._loop, -1)
 
-        Records have as many numbers on all ranks.
+    def leave(self, received: Sequence[int]) -> None:
+        """Tell ranks that wait at later positions of this loop that this rank comes no further than ``received``."""
+        with suppress(Exception):  # at the end of the process the store may be gone
+            watch().leave(self._last, max(self._last, (self._loop, *received)))
+
+    def extremes(self, position: Sequence[int], details: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The least and the greatest of all ranks' records, in the order of their numbers: position, details, rank.
+
+        Args:
+            position: Where this rank stands in its loop; later ones are greater. Once a rank has left before it
+                (`leave`), those that wait here end.
+            details: What is compared beside it; as many numbers on all ranks.
         """
-        least = greatest = [*record, self._ranks[self._own]]
+        self._last = self._loop, *position
+        least = greatest = [*position, *details, self._ranks[self._own]]
         distance, num_ranks = 1, len(self._ranks)
         while distance < num_ranks:
             # Each rank sends what it knows to the rank at this distance behind it, and receives from the rank at this
             # distance before it. After the round it knows of the 2 · distance ranks up to itself.
             to, source = self._ranks[(self._own + distance) % num_ranks], self._ranks[self._own - distance]
             received = torch.empty(2, len(least), dtype=torch.int64)
-            with lost_ranks_named():
+            with lost_ranks_named(), watch().waiting_at(self._last):
                 sending = dist.isend(torch.tensor([least, greatest]), to, group=self._group)
                 dist.recv(received, source, group=self._group)
                 assert sending is not None, "this rank is a member of the group"

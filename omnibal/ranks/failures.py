@@ -1,4 +1,4 @@
-"""Ranks that fail between two exchanges: the ranks that would wait for them hear of it, and end.
+"""Ranks that fail, or leave a loop, between two exchanges: the ranks that would wait for them hear of it, and end.
 
 A `Watch` looks at the store by which the ranks met, whose keys are the whole protocol:
 
@@ -7,10 +7,12 @@ A `Watch` looks at the store by which the ranks met, whose keys are the whole pr
 - ``heard`` counts the ranks that know: the failed rank stays for them, since the store may end with its process.
 - ``roll`` asks who is there, where an exchange has lost a peer: every rank answers once, by its watch while it waits in
   an exchange itself; a rank that does not answer is lost.
+- ``left`` names a rank that has left a loop, and the last position of the loop that the rank can come to.
 
 Beside them lie the beats of `omnibal.ranks.watchdog`.
 """
 
+import json
 import os
 import re
 import sys
@@ -34,7 +36,8 @@ POLL_SECONDS: Final = 1.0
 # How long a failed rank stays until the others have heard of it, and how long a rank that has heard of a failure may
 # take to fail by itself: gloo's collectives raise when a peer has gone, NCCL's do not.
 GRACE_SECONDS: Final = 3.0
-FAILED, SAID, HEARD = "omnibal/failed", "omnibal/said", "omnibal/heard"
+FAILED, SAID, HEARD, LEFT = "omnibal/failed", "omnibal/said", "omnibal/heard", "omnibal/left"
+PATIENCE_SECONDS: Final = 120.0  # a rank that has left a loop may still run the last micro-batch that it received
 ROLL, _HERE, _COUNT = "omnibal/roll", "omnibal/here/{}", "omnibal/here"
 # What gloo and NCCL say where the process at the other end of a connection has gone; of the store torch has a class.
 LOST_MARKS: Final = (
@@ -123,6 +126,7 @@ class Watch:
         self._store, self._has_answered = _own_store(), False
         self._has_failed = Event()
         self._word = Lock()  # who takes it says why this process ends: its main thread, or the watch that heard of it
+        self._waits: tuple[tuple[int, ...], float] | None = None  # the position this rank waits at, and since when
         self._dog: Watchdog | None = None
         self._show: Any = None
         thread, self._ends = Thread(target=self._look, daemon=True, name="omnibal-watches-ranks"), Event()
@@ -149,11 +153,36 @@ class Watch:
         text = f"{where or f'rank {self._rank}'} failed: {said(error)}"  # type: ignore[arg-type]
         with suppress(Exception):  # the store has ended with its rank: this is not the first failure
             self._print(text)  # before what other ranks say of it
-            if self._store.add(FAILED, 1) == 1:  # the first failure is the cause of the others
-                self._store.set(SAID, text)
+            self._say(text)
             ends = monotonic() + GRACE_SECONDS
             while self._store.add(HEARD, 0) < self._num_ranks and monotonic() < ends:
                 sleep(POLL_SECONDS / 10)
+
+    def _say(self, text: str) -> None:
+        if self._store.add(FAILED, 1) == 1:  # the first failure is the cause of the others
+            self._store.set(SAID, text)
+
+    @contextmanager
+    def waiting_at(self, position: tuple[int, ...]) -> Iterator[None]:
+        """End this process if a rank that it waits for within has left the same loop before this position."""
+        self._waits = position, monotonic()
+        try:
+            yield
+        finally:
+            self._waits = None
+
+    def leave(self, met: tuple[int, ...], received: tuple[int, ...]) -> None:
+        """Tell the others that this rank, which last ``met`` them at a position, may still come to ``received``."""
+        self._store.set(LEFT, json.dumps([self._rank, met, received]))
+
+    def left_before(self, position: tuple[int, ...], waited_seconds: float) -> str | None:
+        """Which rank has left the loop of this position, whose number comes first, and will not come to it."""
+        if not self._store.check([LEFT]):
+            return None
+        rank, met, received = json.loads(self._store.get(LEFT))
+        last = met if waited_seconds > PATIENCE_SECONDS else received
+        is_behind = last[0] == position[0] and tuple(last) < position
+        return f"rank {rank} left the loop while rank {self._rank} went on" if is_behind else None
 
     def _print(self, text: str) -> None:
         if self._word.acquire(blocking=False):
@@ -176,6 +205,10 @@ class Watch:
                     self._has_answered = True
                 if dog is not None:
                     dog.visit(self._store)
+                waits = self._waits
+                left = None if waits is None else self.left_before(waits[0], monotonic() - waits[1])
+                if left is not None:
+                    self._say(f"all ranks must take part in each step, got {left}")
             text = self._store.get(SAID).decode()
             if not self._has_failed.is_set():
                 self._print(f"rank {self._rank} ends, for {text}")

@@ -27,6 +27,7 @@ from omnibal.integrations.rearranging import Passes, RearrangedModel
 from omnibal.integrations.rearranging_loader import RearrangingLoader, carried_bytes, counted_costs, measured_link
 from omnibal.packs.collator import FAMILIES, PackCollator, RowCollator, positions_of
 from omnibal.packs.encoders import encoders_of
+from omnibal.ranks import failures
 from tests.engine.launch import RANKS_ON, ROOT, launch
 from tests.families.models import small_config
 from tests.integrations.items import UNPACKED, Collate, collated_backward, config_of, items_of, items_of_kinds
@@ -34,6 +35,7 @@ from tests.vlm.families import plain_backward, plain_family_model
 
 PAGE = ROOT / "docs" / "rearranging.md"
 LEARNING_RATE = 0.05
+LEFT = "all ranks must take part in each step, got rank 1 left the loop while rank 0 went on"
 EXACT = {"rtol": 1e-4, "atol": 2e-6}
 BLANKS = {
     "lfm2_vl": {
@@ -413,9 +415,12 @@ def fails_in_the_middle(where):
         threading.Thread(target=threading.Event().wait).start()  # as threads of a real program may
         if where == "forward":
             model.model.get_image_features = fail
-        else:
+        elif "leaves" not in where:
             model.lm_head.weight.register_hook(fail)
+    failures.PATIENCE_SECONDS = 0 if where == "leaves before a pass" else failures.PATIENCE_SECONDS
     for drawn in loader_of("internvl", batches_of("internvl", rank)):
+        if where == "leaves before a pass" and rank == 1:
+            break
         try:
             rearranged(drawn).backward()
         except MemoryError:
@@ -423,6 +428,8 @@ def fails_in_the_middle(where):
                 threading.Event().wait()
             if where == "backward":
                 raise
+        if where == "leaves" and rank == 1:
+            break
     threading.Event().wait()
 
 
@@ -437,9 +444,11 @@ def fail(*_, **__):
         ("forward", "rank 1 failed: MemoryError: no memory"),
         pytest.param("backward", "rank 1 failed: MemoryError: no memory", marks=pytest.mark.slow),
         pytest.param("caught", "rank 1 failed: each backward pass must end, got an error", marks=pytest.mark.slow),
+        ("leaves", LEFT),
+        pytest.param("leaves before a pass", LEFT, marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_fails_is_heard_by_the_others_which_end(where, cause):
+def test_a_rank_that_fails_or_leaves_is_heard_by_the_others_which_end(where, cause):
     heard = re.compile(rf"rank (\d):\n.*omnibal: rank \1 ends, for {cause}", re.DOTALL)
     with pytest.raises(AssertionError, match=heard):
         launch(2, "tests.integrations.test_rearranging:fails_in_the_middle", where, ends=True)

@@ -46,7 +46,7 @@ def _work_of_all_kinds(rank, folder):
         "shared": _said(lambda: check_shared(folder / "shared", name="run.output", where=f"rank {rank}")),
         "each its own": _said(lambda: check_shared(folder / str(rank), name="run.output", where=f"rank {rank}")),
         "not a folder": _said(lambda: check_shared(Path(os.devnull) / "x", name="run.output", where=f"rank {rank}")),
-        "extremes": Meeting().extremes((7, rank == 1, 5 - rank)),
+        "extremes": Meeting().extremes((7, rank == 1), (5 - rank,)),
         "left": sorted(path.name for path in folder.rglob("*")),
         **lengths_that_ranks_keep(folder / "kept"),
         "said": long_work_of_rank_zero(),
