@@ -97,8 +97,8 @@ def lengths(
     """Measure all samples of a dataset, save their lengths, show what they are like and how they pack.
 
     Headers say how many tiles images make; files are decoded only to find broken ones. The training of a ds_config
-    measures nothing again. Of packs: the fewest possible; how long
-    ranks wait for the slowest one in the ViT and in the LLM (Dist Ratio); how random steps are; the largest packs.
+    measures nothing again. Of packs: the fewest possible; how long ranks wait for the slowest one in the ViT and in
+    the LLM (Dist Ratio); how random steps are; the largest packs.
 
     Example: omnibal lengths ds_configs/mine.json
 
