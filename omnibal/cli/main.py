@@ -79,6 +79,7 @@ def _print_version(asked: bool) -> None:
 app = typer.Typer(
     cls=_LazyGroup,
     no_args_is_help=True,
+    rich_markup_mode="markdown",  # which joins the lines of a paragraph
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
