@@ -114,8 +114,18 @@ def packed_attention(
     if sliding_window is not None and not causal:
         raise ConfigError(f"sliding_window must be None where attention is not causal, got {sliding_window}")
     terms = _Terms(dropout, scaling, causal, sliding_window)
+    query, key, value = (_as_autocast(tensor) for tensor in (query, key, value))
     with own_stream(ranks):
         return _attend(query, key, value, cu_seq_lens_q, terms), None
+
+
+def _as_autocast(tensor: Tensor) -> Tensor:
+    # Under autocast rotary tables make float32 of queries and keys. Autocast rounds what goes into torch's "sdpa", but
+    # nothing that goes into the kernel for packs.
+    device = tensor.device.type
+    if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))
 
 
 def _bounds_from_positions(

@@ -196,6 +196,20 @@ def test_a_whole_model_reads_packs(models, given_bounds):
     assert_close(logits, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_the_kernel_gets_16_bits(monkeypatch, models, dtype):
+    packed, plain = models
+    seen, serves = set(), attention._kernel_serves
+    monkeypatch.setattr(attention, "_kernel_serves", lambda query, drop: seen.add(query.dtype) or serves(query, drop))
+    ids, kwargs = torch.arange(3, 21)[None], attention_kwargs(bounds_of([7, 11]))
+    with torch.autocast("cpu", dtype=dtype):  # of float32 weights, as Trainer has them with bf16=True
+        ours = packed(input_ids=ids, position_ids=torch.cat([torch.arange(7), torch.arange(11)])[None], **kwargs).logits
+        expected = torch.cat([plain(input_ids=sample).logits for sample in (ids[:, :7], ids[:, 7:])], dim=1)
+        exact = packed_attention(CAUSAL, *random_heads(0, [7, 11], 2, 2, dtype=torch.float64), None, **kwargs)[0]
+    assert seen == {dtype, torch.float64} and exact.dtype == torch.float64
+    assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_a_whole_model_still_reads_padded_batches_and_generates(models):
     packed, plain = models
     ids = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(0))
