@@ -126,6 +126,12 @@ TARGET_ROWS: Final = (
 )
 
 
+COMPARE: Final = (
+    "from omnibal.integrations.transformers import compare",
+    "compare(make_trainer)  # in place of trainer.train(); make_trainer() returns your model in a new Trainer",
+)
+
+
 REARRANGE: Final = (
     "from omnibal.integrations.transformers import rearrange",
     "rearrange(trainer)  # on all ranks, before trainer.train()",
@@ -192,7 +198,8 @@ def lines_to_paste(
     if proposal is not None:
         settings += [*_random(today.recipe, host), *HOSTS[host].beside_packs]
     lines += [f"set: {', '.join(settings)}"] if settings else []
-    lines.append(_to_measure(today, per_step))
+    by_compare = host == "transformers" and kind != "stream"
+    lines += [] if by_compare else [_to_measure(today, per_step)]
     if proposal is not None and kind in ("annotations", "lengths"):
         named = quote(data) if kind == "lengths" else f"{quote(data)} lengths --model {quote(model)}"
         lines.append(
@@ -200,7 +207,8 @@ def lines_to_paste(
             f"{proposal.limits.vision_units},{proposal.limits.llm_tokens} --num-replicas {cluster.num_devices} "
             f"--micro-batches {after.recipe.micro_batches}"
         )
-    return lines
+    told = f"measure it; a step has {today.samples_per_step:,.0f} samples today, then {per_step:,.0f}:"
+    return [*lines, told, *(f"    {line}" for line in COMPARE)] if by_compare else lines
 
 
 def _settings(advice: Advice, host: Host, kind: DataKind) -> list[str]:

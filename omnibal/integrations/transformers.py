@@ -1,4 +1,7 @@
-"""Equips a transformers.Trainer: ``balance``, ``balance_stream`` or ``rearrange`` before ``trainer.train()``."""
+"""Equips a transformers.Trainer: ``balance``, ``balance_stream`` or ``rearrange`` before ``trainer.train()``.
+
+``compare`` measures what that brings.
+"""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -25,6 +28,7 @@ from omnibal.formats.collate import IGNORED
 from omnibal.integrations.lengths import LENGTHS, prepare, samples_to_check
 from omnibal.integrations.loops import PackLoader
 from omnibal.integrations.trainer.calibration import CalibratesCosts, measured_before
+from omnibal.integrations.trainer.compare import compare
 from omnibal.integrations.trainer.drawn import pack_stream, rearrange_samples
 from omnibal.integrations.trainer.hooks import (
     EndsWhenAsked,
@@ -69,6 +73,7 @@ from omnibal.profile.records import ModelProfile
 from omnibal.ranks import gather
 from omnibal.ranks.failures import watch
 
+__all__ = ["balance", "balance_stream", "compare", "rearrange"]
 ROUTED: Final = ("qwen3_vl_moe",)
 """Model types whose router's loss is known to be ``router_loss``."""
 LEAST: Final = 1e-8

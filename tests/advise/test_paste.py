@@ -5,7 +5,7 @@ import pytest
 from omnibal.advise.changes import advise
 from omnibal.advise.estimate import Recipe, Scenario
 from omnibal.advise.models import Model
-from omnibal.advise.paste import HOSTS, Proposal, lines_to_paste, pipeline_lines
+from omnibal.advise.paste import COMPARE, HOSTS, Proposal, lines_to_paste, pipeline_lines
 from omnibal.advise.present import Present, read_present
 from omnibal.cluster import Cluster, Layout
 from omnibal.config import layout_of, read_config
@@ -45,16 +45,20 @@ def test_each_host_gets_its_own_lines(advice, host, packs, settings):
     count = advice.after.recipe.micro_batches
     assert packs.format(count) in "\n".join(lines[1:4])
     assert f"set: {settings.format(count)}" in "\n".join(lines)
-    assert "measure: 30 steps without and with; a step has 256 samples today, then 250" in lines
+    told = "30 steps without and with" if host else "measure it"
+    (measured,) = (number for number, line in enumerate(lines) if told in line)
+    assert "a step has 256 samples today, then 250" in lines[measured]
     asked = f"--limits 16,4608 --num-replicas 16 --micro-batches {count}"
-    assert lines[-1] == f"packs of all samples: omnibal lengths train.json lengths --model models/mine {asked}"
+    command = f"packs of all samples: omnibal lengths train.json lengths --model models/mine {asked}"
+    assert lines.index(command) == len(lines) - (1 if host else 4)
+    assert host or [line.strip() for line in lines[-2:]] == [*COMPARE]
 
 
 def test_what_is_pasted_exists():
     from omnibal.integrations import loops, plugins, transformers
 
     assert all(hasattr(loops, name) for name in ("balanced_loader", "pack_loss"))
-    assert all(hasattr(transformers, name) for name in ("balance", "balance_stream", "rearrange"))
+    assert all(hasattr(transformers, name) for name in ("balance", "balance_stream", "rearrange", "compare"))
     folder = plugins.__path__[0]
     text = " ".join(line for host in HOSTS.values() for line in host.packs)
     for name in ("ms_swift", "llama_factory"):

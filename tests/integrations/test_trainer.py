@@ -45,6 +45,7 @@ from omnibal.packs.losses import loss_per_target
 from omnibal.processes import ENDS
 from tests.engine.launch import launch
 from tests.integrations.items import Collate, config_of, items_of
+from tests.integrations.test_compare import check_compare
 from tests.integrations.trainers import (
     LEARNING_RATE,
     LIMITS,
@@ -307,6 +308,7 @@ def train_others(folder):
         check_split_batches(folder / "split")
         check_unlike_data(folder / "unlike")
         check_texts_alone(folder / "texts")
+        check_compare(folder / "compared")
     return True
 
 

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from omnibal.data.lengths import SampleLengths
+from omnibal.integrations.trainer.clock import LEAST_TIMED, Kernel
+from omnibal.integrations.trainer.spread import spread
 from tools.dropin.ways import Task, by_tokens
 from tools.gpu import ladder
 from tools.gpu.cells import rows_of
 from tools.gpu.jobs import Jobs
-from tools.gpu.kernels import Kernel, by_kind, kind_of, longest, profiled
-from tools.gpu.ladder import SETTINGS, SMALL, Setting, Way, compiled, spread, trained, ways
+from tools.gpu.kernels import by_kind, kind_of, longest, profiled
+from tools.gpu.ladder import SETTINGS, SMALL, Setting, Way, compiled, trained, ways
 from tools.gpu.measure import PARTS
 from tools.gpu.models import TINY, made_lengths
 from tools.gpu.one_device import rank_environment
@@ -103,7 +105,7 @@ def test_a_step_of_ranks_is_measured():
 @pytest.mark.parametrize("name", ["group_by_length", "packed by tokens"])
 def test_a_way_of_a_trainer_is_measured(name):
     (row,) = trained((SMALL[0], Way(name), 0.0, True))
-    assert row["steps"] == ladder.LEAST_TIMED
+    assert row["steps"] == LEAST_TIMED
     assert row["tokens/s"] == pytest.approx(row["samples/s"] * made_lengths(TINY, 240).llm_tokens.mean(), rel=0.5)
     assert (row["real tokens"] == 1) == (name == "packed by tokens")
     assert 0 < row["waiting for data"] < 1

@@ -12,10 +12,10 @@ from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Any
 
+from omnibal.integrations.trainer.compare import FULL, is_full
 from tools.gpu.report import FAILED, Row
 
 START_SECONDS = 90  # imports, and a device that begins to answer
-FULL = "out of memory"
 MOST_LEFT = 2**30  # bytes of a device that a job may leave taken
 
 
@@ -115,6 +115,4 @@ def _work(function: str, keeps: bool, link: Connection) -> None:
 def said(error: Exception) -> tuple[str, bool]:
     """What a row says of an error, and whether the process may go on: behind an error of a kernel each call fails."""
     text = f"{type(error).__name__}: {error}"[:400]
-    # cuBLAS tells with an error of its own that it gets no memory.
-    is_full = any(name in text for name in ("OutOfMemoryError", FULL, "CUBLAS_STATUS_ALLOC_FAILED"))
-    return (f"{FULL}: {str(error).splitlines()[0][:150]}", True) if is_full else (text, False)
+    return (f"{FULL}: {str(error).splitlines()[0][:150]}", True) if is_full(error) else (text, False)

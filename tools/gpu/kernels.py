@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic, perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
+from omnibal.integrations.trainer.clock import Kernel, busy_seconds, kernels_of
+from omnibal.integrations.trainer.compare import begin
 from tools.gpu.jobs import Jobs
 from tools.gpu.ladder import Run, Setting, Way, ways
 from tools.gpu.models import TINY
@@ -41,14 +41,6 @@ KINDS = {
     ),
 }
 OTHER = "other"
-
-
-class Kernel(NamedTuple):
-    """Work of the device, in seconds."""
-
-    name: str
-    begin: float
-    end: float
 
 
 def kind_of(name: str) -> str:
@@ -94,14 +86,16 @@ def profiled(job: tuple[Setting, Way, bool]) -> Iterator[Row]:
     run = Run(setting, way, 0, small=small)
     with TemporaryDirectory() as folder:
         trainer = run.trainer(folder)
-        watching = Watching(run.device, Path(folder) / "trace.json")
+        trainer.args.max_steps = 2 * STEPS
+        begin(trainer, run.batches, 2 * STEPS, run.dataset.lengths)
+        watching = Watching(run.device)
         trainer.add_callback(watching)
         trainer.train()
     yield by_kind(watching.kernels, watching.seconds, STEPS)
     yield from longest(watching.kernels, STEPS)
 
 
-def by_kind(kernels: Iterable[Kernel], seconds: float, steps: int) -> Row:
+def by_kind(kernels: Sequence[Kernel], seconds: float, steps: int) -> Row:
     """Seconds of a step: of each kind, and those in which no kernel runs.
 
     Args:
@@ -110,15 +104,12 @@ def by_kind(kernels: Iterable[Kernel], seconds: float, steps: int) -> Row:
         steps: How many they are.
     """
     found = dict.fromkeys([*KINDS, OTHER], 0.0)
-    busy, until = 0.0, float("-inf")
-    for kernel in sorted(kernels, key=lambda kernel: kernel.begin):
+    for kernel in kernels:
         found[kind_of(kernel.name)] += (kernel.end - kernel.begin) / steps
-        busy += max(kernel.end - max(kernel.begin, until), 0.0)
-        until = max(until, kernel.end)
-    return {"step s": seconds / steps, **found, "host gaps": max(seconds - busy, 0.0) / steps}
+    return {"step s": seconds / steps, **found, "host gaps": max(seconds - busy_seconds(kernels), 0.0) / steps}
 
 
-def longest(kernels: Iterable[Kernel], steps: int) -> list[Row]:
+def longest(kernels: Sequence[Kernel], steps: int) -> list[Row]:
     """The kernels that take most, all calls together."""
     seconds: dict[str, list[float]] = {}
     for kernel in kernels:
@@ -130,15 +121,12 @@ def longest(kernels: Iterable[Kernel], steps: int) -> list[Row]:
     ]
 
 
-def kernels_of(trace: Path, device: torch.device) -> list[Kernel]:
-    """The kernels of a trace that torch's profiler wrote; on a CPU the outermost operators that have a kind."""
-    wanted = ("cpu_op",) if device.type == "cpu" else ("kernel", "gpu_memcpy", "gpu_memset")
-    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("cat") in wanted]
-    found = [Kernel(e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events]
-    found.sort(key=lambda kernel: kernel.begin)
+def seen(watched: profile, device: torch.device) -> list[Kernel]:
+    """What torch's profiler saw a device do; on a CPU the outermost operators that have a kind."""
+    found = kernels_of(watched, device)
     if device.type == "cpu":
         outermost, until = list[Kernel](), float("-inf")
-        for kernel in found:
+        for kernel in sorted(found, key=lambda kernel: kernel.begin):
             if kernel.begin >= until and kind_of(kernel.name) != OTHER:
                 outermost.append(kernel)
                 until = kernel.end
@@ -151,8 +139,8 @@ def kernels_of(trace: Path, device: torch.device) -> list[Kernel]:
 class Watching(TrainerCallback):  # type: ignore[misc]
     """Profiles the steps of a training behind its first ones, and ends it."""
 
-    def __init__(self, device: torch.device, trace: Path) -> None:
-        self._device, self._trace, self._steps = device, trace, 0
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._steps = device, 0
         # Without the host's operators, which take long to note: they would be gaps of the device.
         activity = ProfilerActivity.CPU if device.type == "cpu" else ProfilerActivity.CUDA
         self._profile = profile(activities=[activity])
@@ -172,6 +160,5 @@ class Watching(TrainerCallback):  # type: ignore[misc]
             return
         self.seconds += perf_counter()
         self._profile.stop()
-        self._profile.export_chrome_trace(str(self._trace))
-        self.kernels = kernels_of(self._trace, self._device)
+        self.kernels = seen(self._profile, self._device)
         control.should_training_stop = True

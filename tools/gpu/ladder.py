@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from io import StringIO
+from pathlib import Path
 from threading import Thread
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -23,22 +23,24 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.data.step_size import fit_step
+from omnibal.integrations.trainer import compare
+from omnibal.integrations.trainer.clock import Measured
+from omnibal.integrations.trainer.compare import FULL, measure
+from omnibal.integrations.trainer.spread import GROUPED, spread
 from omnibal.integrations.trainer.steps import module_of
 from omnibal.integrations.transformers import balance
 from omnibal.packs.collator import language_of, without_adapters
+from omnibal.packs.loading import PackSampler
 from omnibal.packs.losses import target_rows
-from tools.dropin.ways import Task, by_tokens, default, group_by_length
-from tools.gpu.jobs import FULL, Jobs
+from tools.dropin.ways import Task, by_tokens
+from tools.gpu.jobs import Jobs
 from tools.gpu.layers import counted_device
-from tools.gpu.models import PADDING, TINY, TiledDataset, made_lengths, random_model
+from tools.gpu.models import TINY, TiledDataset, made_lengths, random_model
 from tools.gpu.report import FAILED, Report, Row
 from tools.parity.run import padded_batch
 
-GIB, SAMPLES, SAMPLES_SMALL = 2**30, 3800, 240
-WARM_UP, LEAST_TIMED, MOST_STEPS = 2, 3, 64
-"""Steps that are not timed; those that are timed at least, however long; those after which a way ends."""
-GIVEN = {"random": default, "group_by_length": group_by_length, "packed by tokens": by_tokens}
-"""Batches that others make; other names are ways of ``balance``."""
+SAMPLES, SAMPLES_SMALL = 3800, 240
+STEPS = 62  # that are timed at most
 PROMISE = re.compile(r"([\d.]+)x the samples a second of random batches(?:.*?([\d.]+)x those of group_by_length)?")
 AS_IT_WAS = {"recompute": "as_is", "head": "all"}
 """Arguments of ``balance`` that leave a saving out, as far as it has them."""
@@ -175,34 +177,36 @@ class Run:
         self.setting, self.way, self._seconds = setting, way, seconds
         self.device = torch.device("cpu" if small else "cuda:0")
         self.dataset = TiledDataset.of(setting.model, SAMPLES_SMALL if small else SAMPLES)
-        self.promise: Row = {}
 
     def row(self) -> Row:
         """What the steps that count took."""
-        with tempfile.TemporaryDirectory() as folder:
+        said = StringIO()
+        with tempfile.TemporaryDirectory() as folder, redirect_stdout(said):
             trainer = self.trainer(folder)
-            clock = Clock(trainer, self._seconds, self.device)
-            trainer.train()
-        found = clock.row() | self._mfu(trainer.model, clock)
+            lengths, name = self.dataset.lengths, self.way.name
+            found = measure(trainer, name, self.batches, STEPS, Path(folder), lengths=lengths, seconds=self._seconds)
+        print(said.getvalue(), flush=True)
+        if found.failed is not None and not found.failed.startswith(FULL):
+            raise RuntimeError(found.failed)
+        row = row_of(found) | ({} if found.failed else self._mfu(trainer.model, found))
         if self.way.compiles:
-            found["graphs"] = num_graphs()
-        return found | self.promise
+            row["graphs"] = num_graphs()
+        return row | promised(said.getvalue())
 
     def trainer(self, folder: str) -> Trainer:
-        """Ready to train."""
+        """As a user has it, with what is saved by hand."""
         setting, on_cpu = self.setting, self.device.type == "cpu"
         model = random_model(setting.model, self.device)
         if setting.lora:
             model = with_adapters(model)
         arguments = TrainingArguments(
-            folder, max_steps=MOST_STEPS, per_device_train_batch_size=setting.batch,
+            folder, per_device_train_batch_size=setting.batch,
             gradient_accumulation_steps=setting.accumulation, use_cpu=on_cpu, report_to=[], disable_tqdm=True,
-            save_strategy="no", logging_steps=1000, remove_unused_columns=False, learning_rate=1e-6,
+            remove_unused_columns=False, learning_rate=1e-6,
             dataloader_num_workers=0 if on_cpu else 4, gradient_checkpointing=setting.checkpointing,
             optim="adamw_torch" if on_cpu else "adamw_torch_fused",
         )  # fmt: skip
         trainer = Trainer(model, arguments, train_dataset=self.dataset, data_collator=padded_batch)
-        self._batch(trainer)
         blocks = blocks_of(model)
         if self.way.freed is not None:
             trainer.add_callback(Frees(blocks, self.way.freed))
@@ -216,30 +220,30 @@ class Run:
                 block.compile(dynamic=True, backend="eager" if on_cpu else "inductor")
         return trainer
 
-    def _batch(self, trainer: Trainer) -> None:
-        """Let the trainer have the way's batches."""
-        name, lengths = self.way.name, self.dataset.lengths
-        given, options = GIVEN.get(name), {"lengths": lengths, "check_lengths": False, **dict(self.way.options)}
-        task = Task(lengths, 1, self.setting.accumulation, self.setting.batch)
-        steps = [] if given is None else [step[0] for step in given(task).steps]
-        steps = [steps[number] for number in spread(len(steps))]
-        if given is not None and name != "packed by tokens":
-            order = [sample for step in steps for batch in step for sample in batch]
-            vars(trainer)["_get_train_sampler"] = lambda *arguments, **others: order
-            return
-        if given is None:
-            self.promise = promised(lambda: balance(trainer, **options))
-            return
-        # The loss and attention of ``balance``, with packs of another's.
-        packs = [batch for step in steps for batch in step]
+    @property
+    def batches(self) -> compare.Way:
+        """The way as ``compare`` takes it."""
+        given: dict[str, compare.Way] = {"random": None, GROUPED: GROUPED, "packed by tokens": self._by_tokens}
+        return given.get(self.way.name, self._options)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"lengths": self.dataset.lengths, "check_lengths": False, **dict(self.way.options)}
+
+    def _by_tokens(self, trainer: Trainer) -> PackSampler:
+        """The loss and attention of ``balance``, with packs of another's."""
+        lengths, setting = self.dataset.lengths, self.setting
+        steps = [step[0] for step in by_tokens(Task(lengths, 1, setting.accumulation, setting.batch)).steps]
+        packs = [batch for number in spread(len(steps)) for batch in steps[number]]
         most = max(int(lengths.llm_tokens[pack].sum()) for pack in packs)
-        sampler = balance(trainer, PackLimits(int(lengths.vision_units.sum()), most), **options)
+        sampler = balance(trainer, PackLimits(int(lengths.vision_units.sum()), most), **self._options)
         numbers = np.arange(sampler.micro_batches)
-        sampler.packs_of_step = lambda step: Packs.from_lists(
+        vars(sampler)["packs_of_step"] = lambda step: Packs.from_lists(
             packs[number % len(packs)] for number in step * len(numbers) + numbers
         )
+        return sampler
 
-    def _mfu(self, model: Any, clock: Clock) -> Row:
+    def _mfu(self, model: Any, found: Measured) -> Row:
         """Model FLOPs utilization: of weights that are trained 6 times parameters times tokens."""
         config = without_adapters(model).config
         patches = (config.vision_config.image_size[0] // config.vision_config.patch_size[0]) ** 2 + 1
@@ -251,8 +255,8 @@ class Run:
             if part in sizes and "lora_" not in name and (weight is not embedding or config.tie_word_embeddings):
                 sizes[part] += weight.numel()
         vision, language = (2, 4) if self.setting.lora else (6, 6)
-        work = vision * sizes["vision"] * patches * clock.tiles_a_second
-        work += language * sizes["language"] * clock.tokens_a_second
+        work = vision * sizes["vision"] * patches * found.vision_units / found.seconds
+        work += language * sizes["language"] * found.tokens_per_second
         name = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name()
         return {"MFU": work / float(counted_device(name).flops_per_second or 0)}
 
@@ -276,30 +280,25 @@ def blocks_of(model: Any) -> tuple[list[Any], list[Any]]:
     return [b for b in blocks if id(b) not in language], [b for b in blocks if id(b) in language]
 
 
-def spread(count: int) -> list[int]:
-    """All numbers below a count, so that the first of them, however many, are spread evenly.
-
-    >>> spread(5)
-    [0, 4, 2, 1, 3]
-    """
-    bits = max(count - 1, 0).bit_length()
-    order = [int(f"{number:0{bits}b}"[::-1], 2) if bits else 0 for number in range(2**bits)]
-    return [number for number in order if number < count]
-
-
-def promised(act: Callable[[], Any]) -> Row:
+def promised(said: str) -> Row:
     """What the line that ``balance`` prints promises."""
-    said = StringIO()
-    with redirect_stdout(said):
-        act()
-    print(said.getvalue(), flush=True)
-    found = PROMISE.search(said.getvalue())
+    found, limits = PROMISE.search(said), re.search(r"of at most (\d+ [\w ]+ and \d+ tokens)", said)
     names = ("promised times random", "promised times grouped")
     gains = {} if found is None else {
         name: float(gain) for name, gain in zip(names, found.groups(), strict=True) if gain
     }  # fmt: skip
-    limits = re.search(r"of at most (\d+ [\w ]+ and \d+ tokens)", said.getvalue())
     return gains | ({} if limits is None else {"a pack holds": limits[1]})
+
+
+def row_of(found: Measured) -> dict[str, Any]:
+    """Of the steps that count."""
+    if found.failed is not None:
+        return {FAILED: found.failed}
+    return {
+        "steps": found.steps, "step s": found.seconds / found.steps, "tokens/s": found.tokens_per_second,
+        "+- %": 100 * found.error, "samples/s": found.samples_per_second, "peak GiB": found.peak_gib or 0.0,
+        "real tokens": found.real_tokens, "waiting for data": found.loading_seconds * found.steps / found.seconds,
+    }  # fmt: skip
 
 
 class Frees(TrainerCallback):  # type: ignore[misc]
@@ -313,69 +312,3 @@ class Frees(TrainerCallback):  # type: ignore[misc]
         for blocks, share in zip(self._blocks, self._shares, strict=True):
             for number, block in enumerate(blocks):
                 block.gradient_checkpointing = int((number + 1) * share) == int(number * share)
-
-
-class Clock(TrainerCallback):  # type: ignore[misc]
-    """Times a trainer's steps, counts what they hold, and ends the training when its time is up."""
-
-    def __init__(self, trainer: Trainer, seconds: float, device: torch.device) -> None:
-        self._seconds, self._device = seconds, device
-        # Seconds, tokens, tokens with padding, samples, tiles, seconds of loading; behind each step.
-        self.marks: list[np.ndarray] = []
-        self._held: list[Any] = [0] * 5
-        self._batches_of = trainer.get_batch_samples
-        vars(trainer)["get_batch_samples"] = self._load
-        trainer.add_callback(self)
-        trainer.model.register_forward_pre_hook(self._count, with_kwargs=True)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-
-    def _load(self, *arguments: Any) -> Any:
-        begin = perf_counter()  # the device has done its last step
-        found = self._batches_of(*arguments)
-        self._held[4] += perf_counter() - begin
-        return found
-
-    def _count(self, model: Any, arguments: Any, given: dict[str, Any]) -> None:
-        if not model.training:
-            return
-        ids, positions, pixels = (given.get(name) for name in ("input_ids", "position_ids", "pixel_values"))
-        samples = len(ids) if positions is None else (positions == 0).sum()
-        held = (ids != PADDING).sum(), ids.numel(), samples, 0 if pixels is None else len(pixels)
-        self._held[:4] = [before + now for before, now in zip(self._held, held, strict=False)]
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Wait for the device, and look at the clock."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
-        self.marks.append(np.array([perf_counter(), *map(float, self._held)]))
-        timed = len(self.marks) - WARM_UP
-        if timed >= LEAST_TIMED and self.marks[-1][0] - self.marks[WARM_UP - 1][0] > self._seconds:
-            control.should_training_stop = True
-
-    @property
-    def _whole(self) -> np.ndarray:
-        return self.marks[-1] - self.marks[WARM_UP - 1]
-
-    @property
-    def tokens_a_second(self) -> float:
-        """Real tokens."""
-        return float(self._whole[1] / self._whole[0])
-
-    @property
-    def tiles_a_second(self) -> float:
-        """Tiles of images."""
-        return float(self._whole[4] / self._whole[0])
-
-    def row(self) -> dict[str, Any]:
-        """Of the steps that count."""
-        seconds, tokens, rows, samples, _, loading = self._whole.tolist()
-        each = np.diff(self.marks[WARM_UP - 1 :], axis=0)
-        rates = each[:, 1] / each[:, 0]
-        error = rates.std(ddof=1) / len(rates) ** 0.5 / rates.mean() if len(rates) > 1 else 0.0
-        peak = torch.cuda.max_memory_allocated() if self._device.type == "cuda" else 0
-        return {
-            "steps": len(rates), "step s": seconds / len(rates), "tokens/s": tokens / seconds,
-            "+- %": 100 * float(error), "samples/s": samples / seconds, "peak GiB": peak / GIB,
-            "real tokens": tokens / rows, "waiting for data": loading / seconds,
-        }  # fmt: skip

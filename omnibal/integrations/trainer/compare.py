@@ -1,0 +1,243 @@
+"""Measures what each way to batch, and each saving, brings a trainer on its own machine: ``compare(make_trainer)``."""
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from copy import copy, deepcopy
+from functools import partial
+from inspect import signature
+from math import inf
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final, Literal
+
+import torch
+from transformers import DefaultFlowCallback, Trainer
+
+from omnibal.data.lengths import SampleLengths
+from omnibal.errors import InfeasibleError, OmnibalError, integer, missing_extra, reporting
+from omnibal.feeds.sources import is_indexed
+from omnibal.integrations.lengths import LENGTHS, kept_lengths
+from omnibal.integrations.trainer.clock import WARM_UP, WATCHED, Clock, Measured, Timed
+from omnibal.integrations.trainer.settings import model_of
+from omnibal.integrations.trainer.spread import GROUPED, spread_batches, spread_packs
+from omnibal.packs.collator import PackCollator
+from omnibal.packs.loading import PackSampler
+from omnibal.ranks import gather, rank_and_size
+
+Way = None | Literal["group_by_length"] | Mapping[str, Any] | Callable[[Trainer], Any]
+"""None to train as a trainer does, a sampling strategy of transformers, options of ``balance``, or what is called with
+the trainer and may return the sampler of its packs."""
+TODAY: Final = "as today"
+FULL: Final = "out of memory"
+PLAIN: Final = {"recompute": "as_is", "head": "all"}
+"""Options of ``balance`` that leave its savings out."""
+MORE: Final = {"compile": True}
+"""Options of ``balance`` that are off by default and may be worth their start."""
+QUIET: Final = {
+    "save_strategy": "no", "eval_strategy": "no", "logging_strategy": "no", "eval_on_start": False, "report_to": [],
+    "push_to_hub": False, "load_best_model_at_end": False, "enable_jit_checkpoint": False, "disable_tqdm": True,
+}  # fmt: skip
+"""Settings of a trainer that saves, evaluates and reports nothing."""
+
+
+def compare(
+    make_trainer: Callable[[], Trainer],
+    steps: int = 20,
+    *,
+    ways: Mapping[str, Way] | None = None,
+    lengths: SampleLengths | None = None,
+    picture: str | Path | None = "omnibal_compare.png",
+) -> list[Measured]:
+    """Measure a few steps of each way to train on this machine, and print a table of them.
+
+    Call it on all ranks, in place of ``trainer.train()``; the launcher stays as it is. Each way gets a trainer of its
+    own, the same steps spread evenly over an epoch, and learning rates of 0: the optimizer works, and weights stay as
+    they are, also where ``make_trainer`` gives the same model again. Nothing is saved, evaluated or reported: a
+    trainer's output folder is a temporary one, and of transformers' callbacks only the one that counts steps stays. Two
+    steps come first and are not timed: in them all ranks train the fullest batches of the epoch, so that memory that
+    does not suffice is seen on all ranks alike.
+
+    Args:
+        make_trainer: Makes the trainer, before ``balance``; called once for each way.
+        steps: How many are timed.
+        ways: By name; values are options of ``balance``, ``"group_by_length"``, None for the trainer as it is, or a
+            function of the trainer. By default these two, packs without savings, and packs with all of them.
+        lengths: Of every sample, as for ``balance``; by default those that ``balance`` kept in ``output_dir``, or each
+            sample is read once.
+        picture: Where a picture of the table is drawn; None for none.
+
+    Returns:
+        What was measured of each way, the same on all ranks; one that runs out of memory, or that ``balance`` refuses,
+        says so in ``failed``.
+
+    Raises:
+        InfeasibleError: A rank alone ran out of memory behind the first steps: the others wait for it, and all end.
+    """
+    from omnibal.report.compare import draw, show
+
+    integer("steps", steps, 1)
+    found = list[Measured]()
+    for name, way in (usual_ways() if ways is None else ways).items():
+        trainer = make_trainer()
+        if lengths is None and not found:
+            lengths = _lengths(trainer)
+        with TemporaryDirectory(prefix="omnibal_compare") as folder:
+            found.append(measure(trainer, name, way, steps, Path(folder), lengths=lengths))
+        del trainer
+        if rank_and_size()[0] == 0:  # where the run ends before its table, this is what there is
+            print(f"omnibal: {name}: {found[-1].failed or f'{found[-1].tokens_per_second:,.0f} tokens/s'}")
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    if rank_and_size()[0] == 0:
+        with reporting("showing of what was compared"):
+            show(found)
+            if picture is not None:
+                _draw(partial(draw, found), Path(picture))
+    return found
+
+
+def usual_ways() -> dict[str, Way]:
+    """The trainer as it is, and what packs bring it: without savings, with those on by default, and with all."""
+    from omnibal.integrations.transformers import balance
+
+    takes = signature(balance).parameters
+    plain, more = ({name: each[name] for name in each if name in takes} for each in (PLAIN, MORE))
+    ways: dict[str, Way] = {TODAY: None, GROUPED: GROUPED, "packs": plain}
+    ways |= {"packs, all savings": {}} if plain else {}
+    return ways | ({"packs, all savings, compiled": more} if more else {})
+
+
+def measure(
+    trainer: Trainer,
+    name: str,
+    way: Way,
+    steps: int,
+    folder: Path,
+    *,
+    lengths: SampleLengths | None,
+    seconds: float = inf,
+) -> Measured:
+    """What one way does, on all ranks together.
+
+    Args:
+        trainer: A new one; it cannot train afterwards.
+        name: Of the way.
+        way: What is done to the trainer.
+        steps: How many are timed.
+        folder: Takes the place of the trainer's output folder.
+        lengths: Of every sample; None where they are not known, and the first steps stand for all.
+        seconds: After which fewer steps suffice; of one rank.
+    """
+    failed, own, clock = None, None, None
+    num_ranks = rank_and_size()[1]
+    with _as_it_was(trainer):
+        try:
+            _quieten(trainer, folder)
+            sampler = begin(trainer, way, steps, lengths)
+            clock = Clock(trainer, steps, sampler, seconds)
+            trainer.args.max_steps = clock.num_steps
+            trainer.train()
+            own = clock.timed()
+        except Exception as error:
+            if isinstance(error, OmnibalError) or type(error).__module__.startswith("torch._dynamo"):  # on all alike
+                failed = _said(error)
+            elif not (num_ranks == 1 or is_full(error)):
+                raise
+            elif num_ranks > 1 and clock is not None and clock.done >= WARM_UP:
+                raise InfeasibleError(
+                    f"{name} must fit on all ranks, got {FULL} behind its first steps on rank {rank_and_size()[0]} "
+                    f"alone; measure it with smaller batches: compare(make_trainer, ways=...)"
+                ) from error
+            else:
+                failed = _said(error)
+    if own is not None and len(own.seconds) < (1 if seconds < inf else steps):
+        failed = f"its training ended after {len(own.seconds)} of {steps} steps"
+    answers: Sequence[tuple[str | None, Timed | None]] = gather((failed, own))
+    reasons = [f"{reason}{f' (rank {rank})' * (num_ranks > 1)}" for rank, (reason, _) in enumerate(answers) if reason]
+    if reasons:
+        return Measured(name, reasons[0])
+    return Measured.of(name, [each for _, each in answers if each], trainer.get_tp_size())
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether memory did not suffice; libraries of CUDA tell so in errors of their own."""
+    text = f"{type(error).__name__}: {error}"
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        each in text for each in (FULL, "OutOfMemoryError", "CUBLAS_STATUS_ALLOC_FAILED")
+    )
+
+
+def _said(error: Exception) -> str:
+    text = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    if is_full(error) and not isinstance(error, OmnibalError):
+        return f"{FULL}: {text[:150]}"
+    return text if isinstance(error, OmnibalError) else f"{type(error).__name__}: {text[:400]}"
+
+
+@contextmanager
+def _as_it_was(trainer: Any) -> Iterator[None]:
+    """Leave nothing of a training behind: neither on the device nor in settings that the next trainer may share."""
+    config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config if trainer.is_deepspeed_enabled else {}
+    before = deepcopy(config)
+    try:
+        yield
+    finally:
+        config.clear()
+        config.update(before)
+        trainer.model.zero_grad()
+        trainer.optimizer = trainer.lr_scheduler = None
+        trainer.accelerator.free_memory()
+
+
+def _quieten(trainer: Any, folder: Path) -> None:
+    """Let a trainer save, evaluate and report nothing; the arguments that the user holds stay."""
+    trainer.args = copy(trainer.args)
+    for name, value in {**QUIET, "output_dir": str(folder)}.items():
+        kind: Any = type(getattr(trainer.args, name, value))
+        setattr(trainer.args, name, kind(value) if isinstance(value, str) else value)
+    handler = trainer.callback_handler
+    handler.callbacks = [
+        each
+        for each in handler.callbacks
+        if isinstance(each, DefaultFlowCallback) or not type(each).__module__.startswith("transformers.")
+    ]
+
+
+def _lengths(trainer: Any) -> SampleLengths | None:
+    """Lengths of the trainer's samples, found or measured but not kept; None where packs cannot be made of them."""
+    dataset, args = trainer.train_dataset, trainer.args
+    if not all(gather(is_indexed(dataset) and not isinstance(dataset, Mapping))):
+        return None
+    with suppress(OmnibalError):  # which ``balance`` explains; on all ranks alike
+        collator = PackCollator.of(model_of(trainer), trainer.data_collator)
+        where, workers = Path(str(args.output_dir)) / LENGTHS, args.dataloader_num_workers
+        return kept_lengths(collator, dataset, where, saves=False, num_workers=workers)[0]
+    return None
+
+
+def begin(trainer: Any, way: Way, steps: int, lengths: SampleLengths | None) -> PackSampler | None:
+    """Let a trainer train in a way, from the fullest batches on; the sampler of its packs, if they are packs."""
+    from omnibal.integrations.transformers import balance
+
+    if isinstance(way, Mapping):
+        trainer.args.train_sampling_strategy = "random"  # packs take the place of any strategy
+        sampler = balance(trainer, **{"lengths": lengths, **way})
+        spread_packs(sampler)
+        return sampler
+    if callable(way):
+        found = way(trainer)
+        return found if isinstance(found, PackSampler) else None
+    if way is not None:
+        trainer.args.train_sampling_strategy = way
+    spread_batches(trainer, steps + WATCHED, lengths)
+    return None
+
+
+def _draw(drawing: Callable[[Path], None], path: Path) -> None:
+    try:
+        drawing(path)
+        print(f"drawn: {path}")
+    except ModuleNotFoundError as error:
+        print(f"no picture: {missing_extra('matplotlib') if error.name == 'matplotlib' else error}")
