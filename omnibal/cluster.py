@@ -57,7 +57,6 @@ class Encoder:
 
     @classmethod
     def on_all(cls, num_devices: int) -> "Encoder":
-        """The spread encoder of a run on so many devices."""
         return cls(0, num_devices, placement="spread")
 
     def __str__(self) -> str:

@@ -50,7 +50,6 @@ class Scene:
 
 
 def random_scene(rng: np.random.Generator, num_figures: int) -> Scene:
-    """Figures of random colours and shapes in random quarters of a picture of random size and aspect ratio."""
     ratio = MAX_ASPECT ** (rng.random() ** 2)  # long over short side: squares are most frequent
     short = SHORTEST_SIDE * (LONGEST_SIDE / ratio / SHORTEST_SIDE) ** rng.random()
     width, height = (short * ratio, short) if rng.random() < 0.5 else (short, short * ratio)
@@ -118,8 +117,6 @@ class DemoSample(NamedTuple):
 
 
 class DemoDataset(NamedTuple):
-    """How a dataset's samples are made, and how many there are."""
-
     make: Callable[[np.random.Generator, int], DemoSample]
     """Makes a sample from a generator and the most turns."""
     share: float
@@ -147,7 +144,6 @@ def ask_count(rng: np.random.Generator, scene: Scene) -> Exchange:
 
 
 def ask_description(_: np.random.Generator, scene: Scene) -> Exchange:
-    """All shapes in reading order: a long answer."""
     parts = [f"{_with_article(figure.colour)} {figure.shape} at the {figure.place}" for figure in scene.figures]
     return Exchange("Describe the image.", f"I see {' and '.join(parts)}.")
 
@@ -263,13 +259,9 @@ class DemoPaths:
 
 
 def write_demo(folder: str | Path, *, samples: int = 8000, held_out: int = 400, seed: int = 0) -> DemoPaths:
-    """Write questions about coloured shapes and a small InternVL to learn them.
+    """Write questions about coloured shapes and a small InternVL to learn them; equal seeds write equal bytes.
 
-    Args:
-        folder: Made where missing; files of the same names are replaced.
-        samples: Training samples, repetitions included, to within rounding; at least 20.
-        held_out: Samples to measure accuracy on, one question each; at least 20.
-        seed: Seed of all random choices; equal seeds write equal bytes.
+    ``samples`` are for training, repetitions included, to within rounding; ``held_out`` have one question each.
     """
     for name, count in (("samples", samples), ("held_out", held_out)):
         if count < 20:
@@ -321,7 +313,6 @@ def _record(name: str, images: Sequence[str], exchanges: Sequence[Exchange]) -> 
 
 
 def _save(rng: np.random.Generator, scene: Scene, folder: Path, name: str) -> str:
-    """Draw a picture and save it as PNG or JPEG; the name of the file."""
     file = f"{name}.png" if rng.random() < 0.5 else f"{name}.jpg"
     draw_scene(rng, scene).save(folder / file, quality=92, compress_level=1)  # each format takes the one it knows
     return file

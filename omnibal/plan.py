@@ -117,7 +117,6 @@ class Plan:
 
     @property
     def links(self) -> Links:
-        """What stages and replicas reach."""
         return self.known_cluster.links_of(self.layout)
 
     @property
@@ -162,7 +161,6 @@ class Plan:
 
     @property
     def _links_of_parts(self) -> tuple[Links, Links]:
-        """What the LLM's stages and replicas reach, and what the encoder's replicas do."""
         if self.layout.is_spread:
             alone, behind = self.layout.parts
             return self.known_cluster.links_of(behind), self.known_cluster.links_of(alone)
@@ -251,7 +249,6 @@ class _PlanFile(Record):
 
 
 def _check_numbers(place: str, value: Any) -> None:
-    """Refuse what no step can be predicted to take, down to the last entry of a record."""
     if isinstance(value, Mapping):
         for name, part in value.items():
             _check_numbers(f"{place}.{name}", part)

@@ -64,7 +64,6 @@ def parse_relaxed(text: str | bytes) -> Any:
 
 
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys are all different."""
     twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
     if twice:
         raise ValueError(f"the key {twice[0]!r} stands twice")
@@ -72,7 +71,6 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def load_json(path: Path, **options: Any) -> Any:
-    """The content of a JSON file; errors as of ``parse_json``."""
     return parse_json(path.read_bytes(), **options)
 
 
@@ -89,14 +87,7 @@ def read_json(path: str | Path, name: str, parse: Callable[[bytes], Any] = parse
 
 
 def read_record(path: str | Path, kind: type[M], name: str, *, version: int) -> M:
-    """Read a JSON file that a user named as ``name``; errors name the file and the key.
-
-    Args:
-        path: The file.
-        kind: The record, a pydantic model or a dataclass, that says what the file may hold.
-        name: What errors call it.
-        version: That files have.
-    """
+    """Read a JSON file of this version that a user named as ``name``; errors name the file and the key."""
     content = read_json(path, name)
     if not isinstance(content, dict):
         raise ConfigError(f"{name} must be a JSON object, got {path} with a {type(content).__name__}")
@@ -126,7 +117,6 @@ def explain(kind: type, error: ValidationError, name: str) -> str:
 
 
 def _keys(kind: Any, location: Sequence[str | int]) -> tuple[str, ...]:
-    """Keys down to the wrong one; where several kinds of value are possible, pydantic goes on with those it tried."""
     keys: list[str] = []
     for key in map(str, location):
         if key not in _known_keys(kind) and key == getattr(kind, "__name__", None):

@@ -51,8 +51,6 @@ def _unseen(doing: str) -> Iterator[Say]:
 
 @dataclass(frozen=True)
 class FoundLengths:
-    """Lengths of samples, and the items of their source that could not be used."""
-
     lengths: SampleLengths
     origin: str
     """Name of the folder or file that the lengths come from, for messages."""
@@ -126,7 +124,6 @@ class Workspace:
 
     @cached_property
     def named_plan(self) -> Plan | None:
-        """The plan of the command line or the ds_config, if they name one."""
         # Read once: layout, plan and messages of a run must be of one and the same file.
         path = self.followed_plan
         if self.overrides.plan is not None or path is None:
@@ -140,7 +137,6 @@ class Workspace:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a replica's step: as many as the plan says that training follows, else the ds_config."""
         return micro_batches_of(self.config, self.named_plan)
 
     @property
@@ -165,7 +161,6 @@ class Workspace:
 
     @cached_property
     def model(self) -> "VisionLanguageModel":
-        """The ds_config's model, of a family that can be trained."""
         from omnibal.vlm import load_model
 
         return load_model(self.model_folder, self.section.model.lora, self.section.model.frozen)
@@ -194,7 +189,6 @@ class Workspace:
         )  # fmt: skip
 
     def streams(self, workers: int) -> "dict[str, ConversationStream]":
-        """The section's ``data.train`` read line by line, by the names of its sources."""
         from omnibal.formats.conversations import open_streams
 
         return open_streams(**self._data("train"), workers=workers)
@@ -348,7 +342,6 @@ class Workspace:
         return calibration.apply(self._counted_profile(Device.named(calibration.counted_for)))
 
     def take_measured(self, calibration: Calibration) -> None:
-        """Plan for costs as a run has measured them, and keep these."""
         made = self.corrected_profile(calibration)
         self._check_profile(made)
         self.overrides = replace(self.overrides, profile=self._saved(made))

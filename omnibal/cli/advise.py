@@ -140,7 +140,6 @@ def advise(
 
 
 def _weigh(question: Question, advice: Advice) -> LayoutReport:
-    """The layouts, beside today's recipe and the best settings."""
     from omnibal.advise.estimate import Way
     from omnibal.report.advise import BEST
     from omnibal.report.layouts import LayoutReport

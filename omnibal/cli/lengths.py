@@ -152,7 +152,6 @@ def lengths(
 
 
 def _show(workspace: Workspace, numbers: str, *, as_json: bool) -> None:
-    """Print where samples of a run stand, what they are long, and their records."""
     dataset = workspace.dataset("train")
     count, lengths, shown = len(dataset), dataset.lengths(), []
     for number in numbers.split(","):
@@ -265,7 +264,6 @@ class _PackingTask:
 
     @property
     def title(self) -> str:
-        """The task in a line, and a second one where samples exceed a limit."""
         task = (
             f"{len(self.lengths):,} samples, limits {self.limits.vision_units:,} {self.vision_unit} and "
             f"{self.limits.llm_tokens:,} LLM tokens, {self.num_replicas} ranks × {self.micro_batches} micro-batches"
@@ -298,7 +296,6 @@ def statistics_of(lengths: SampleLengths) -> dict[str, Any]:
 
 
 def _statistics(name: str, lengths: SampleLengths) -> dict[str, Any]:
-    """Counts and distributions over some samples; None for target tokens that are not known."""
     targets = lengths.target_tokens
     return {
         "name": name,
@@ -314,7 +311,6 @@ def _statistics(name: str, lengths: SampleLengths) -> dict[str, Any]:
 
 
 def _distribution(values: IntArray) -> dict[str, float]:
-    """How a load is distributed over samples: zeros where there are none."""
     if len(values) == 0:
         return {"total": 0, "mean": 0.0, "p50": 0.0, "p99": 0.0, "max": 0}
     p50, p99 = np.percentile(values, (50, 99)).tolist()
@@ -375,7 +371,6 @@ _ROWS: Final[tuple[tuple[str, str] | None, ...]] = (
 
 
 def packing_table(figures: Sequence[PackingFigures], num_replicas: int = 2, vision_unit: str = "vision units") -> Table:
-    """Figures row by row, methods side by side; one rank has nobody to wait for."""
     rows = list[tuple[str, ...]]()
     without_sound = any(entry.dist_ratio_sound is None for entry in figures)
     for row in _ROWS:

@@ -34,7 +34,6 @@ class _LazyGroup(TyperGroup):
         self.commands = dict.fromkeys(VERBS)  # type: ignore[assignment]  # suggestions look at the names alone
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """A verb with its options; None where there is none of that name."""
         if cmd_name in MOVED:
             raise ConfigError(f"{cmd_name} is no command any more; use {MOVED[cmd_name]}")
         if cmd_name not in self.commands:

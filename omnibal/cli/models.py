@@ -312,7 +312,6 @@ def export(
 
 
 def _newest_model(files: RunFiles) -> Path:
-    """A run's newest checkpoint as a Hugging Face folder: exported before, or now."""
     from omnibal.engine.checkpoint import export_newest
 
     with working("exporting the newest checkpoint"):

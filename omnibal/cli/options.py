@@ -96,7 +96,6 @@ def check_folder(name: str, folder: Path | None) -> None:
 
 
 def check_file(name: str, path: Path | None) -> None:
-    """Refuse a file that cannot be written; makes nothing."""
     if path is None:
         return
     if path.is_dir():
@@ -105,7 +104,6 @@ def check_file(name: str, path: Path | None) -> None:
 
 
 def check_new_folder(name: str, folder: Path) -> None:
-    """Refuse a folder that cannot be made, or that holds something already."""
     check_folder(name, folder)
     held = next(folder.iterdir(), None) if folder.exists() else None
     if held is not None:
@@ -113,14 +111,12 @@ def check_new_folder(name: str, folder: Path) -> None:
 
 
 def check_picture(name: str, path: Path | None) -> None:
-    """Refuse a file that no picture can be written to; makes nothing."""
     check_file(name, path)
     if path is not None and path.suffix.lower() != ".png":
         raise ConfigError(f"{name} must be a PNG, whose name ends in .png, got {path}")
 
 
 def say(*lines: str) -> None:
-    """Print lines on stderr, beside a command's answer."""
     for line in lines:
         Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -133,13 +129,7 @@ def working(doing: str) -> Iterator[Say]:
 
 
 def answer(record: Any, *parts: str | Table, as_json: bool) -> None:
-    """Print what a command found.
-
-    Args:
-        record: JSON values, paths among them, for programs.
-        parts: Lines and tables for people; long lines are broken on a terminal only, so that scripts read whole paths.
-        as_json: Which of them.
-    """
+    """Print a record as JSON, or its parts. Long lines are broken on a terminal only: scripts read whole paths."""
     if as_json:
         typer.echo(json.dumps(record, indent=2, default=str))
         return
@@ -300,7 +290,6 @@ def open_workspace(
 
 
 def _read_config(path: Path, **options: Any) -> Workspace:
-    """The workspace of a ds_config whose keys can be right; errors name the file."""
     try:
         workspace = Workspace.read(path, **options)
         check_apart_from_layout(workspace.config)
@@ -323,7 +312,6 @@ def read_lengths(paths: Sequence[Path], name: str) -> FoundLengths:
 
 
 def problem_lines(found: FoundLengths) -> list[str]:
-    """How many items were left out, and why the first ones were; nothing where none was."""
     if not found.problems:
         return []
     shown = (f"  {problem}" for problem in found.problems[:SHOWN_PROBLEMS])

@@ -148,7 +148,6 @@ def plan(
 
 
 def _show(workspace: Workspace, plot: Path | None, *, as_json: bool) -> None:
-    """Answer with a step of the workspace's plan: the median one of some steps of real packs."""
     plan = plan_of(workspace)
     explained = Explanation(workspace.profile, plan, median_packs(workspace, plan))
     if plot is not None:
@@ -166,7 +165,6 @@ def _request(
     *,
     weighs: bool,
 ) -> PlanRequest:
-    """What is asked of the plan; for the costs that a run has measured where one is named."""
     if from_run is not None:
         refuse({"measure": workspace.measures}, "a run has measured costs")
         run = RunFiles(from_run)
@@ -203,7 +201,6 @@ def _check(workspace: Workspace, *, needs_true_costs: bool) -> None:
 
 
 def _keep(workspace: Workspace, result: PlanResult, trials: tuple[Row, ...]) -> PlanReport:
-    """Save the plan; with what it gains over the configuration before."""
     # A look at the plan opens this ds_config.
     made_from = {**result.plan.made_from, "ds_config": str(workspace.source)}
     result = replace(result, plan=replace(result.plan, made_from=made_from))
@@ -322,7 +319,6 @@ def _others(workspace: Workspace, plan: Plan, last: Variant) -> tuple[Way, ...]:
 
 
 def _read_run(files: RunFiles, *, is_needed: bool) -> Metrics | None:
-    """The log of a run, refused where it is needed and has no step."""
     metrics = read_metrics(files.metrics) if files.metrics.is_file() else None
     if metrics is not None and metrics.steps:
         return metrics

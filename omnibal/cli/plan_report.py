@@ -79,8 +79,6 @@ def _overflow(memory: Sequence[StageMemory], budgets: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """All that `omnibal plan` says of a plan that it made."""
-
     workspace: Workspace
     result: PlanResult  # with trials, its plan is the fastest one that ran
     gain: GainOverPresent
@@ -93,7 +91,6 @@ class PlanReport:
 
     @cached_property
     def explanation(self) -> Explanation:
-        """The plan's median step, of the packs that it was chosen by."""
         model = self.result.choice.model
         return Explanation(model.whole, self.result.plan, model.packing.median_step(model.whole))
 
@@ -151,7 +148,6 @@ class PlanReport:
         ]
 
     def _followed(self) -> str:
-        """Which plan training follows."""
         source = self.workspace.source
         if self.refused:
             return f"training refuses it: {self.refused}; change {source}"
@@ -174,7 +170,6 @@ class PlanReport:
 
 
 def _record(choice: Choice) -> dict[str, Any]:
-    """A choice as JSON values; of each stage, how many layers recompute."""
     model, limits = choice.model, choice.model.packing.limits
     plan = choice.plan
     boundaries, levels = plan.partition.boundaries, np.array(plan.recompute) != "none"
@@ -191,7 +186,6 @@ def _record(choice: Choice) -> dict[str, Any]:
 
 
 def _weighed_table(choices: Sequence[Row], vision_unit: str) -> Table:
-    """A row per packing and number of stages: packs of a replica's step, their limits, and what a step is like."""
     return table_of(
         choices,
         [
@@ -210,7 +204,6 @@ def _weighed_table(choices: Sequence[Row], vision_unit: str) -> Table:
 
 
 def trial_row(name: str, trial: Trial) -> Row:
-    """A trial beside what its plan predicted, as JSON values; None and empty lists where nothing is known."""
     plan, predicted = trial.plan, trial.plan.predicted
     stages = () if predicted is None else predicted.stages
     return {

@@ -189,11 +189,7 @@ def counts_layers(workspace: Workspace) -> bool:
 
 
 def scenario_of(workspace: Workspace, cluster: Cluster, samples_per_step: int) -> Scenario:
-    """Model and data where every device has whole layers and batches of its own.
-
-    Raises:
-        ConfigError: The profile has no head whose vocabulary is known, or was measured with tensor ranks.
-    """
+    """Model and data where every device has whole layers and batches of its own."""
     profile, lengths = workspace.profile, workspace.lengths
     if not any(layer.kind == "head" and "vocab" in layer.sizes for layer in profile.layers):
         raise ConfigError("profile must have a head of a known vocabulary for --layout, got none; make it again")
@@ -208,13 +204,11 @@ def scenario_of(workspace: Workspace, cluster: Cluster, samples_per_step: int) -
 
 
 def rate_of(workspace: Workspace, plan: Plan) -> float:
-    """Samples a second of a plan, simulated on some steps of real packs."""
     packing = real_packs(workspace, plan, steps=STEPS)
     return Variant("plan", workspace.profile, plan, packing.steps, packing.samples_per_step).samples_per_second
 
 
 def present_rate(workspace: Workspace) -> float | None:
-    """Samples a second of the present configuration; None if there is none that can train."""
     if workspace.files is None:
         return None
     try:
@@ -232,7 +226,6 @@ def cheapest_way(workspace: Workspace, cluster: Cluster, samples_per_step: float
 
 
 def weigh(workspace: Workspace, request: PlanRequest, choice: LayoutChoice) -> LayoutReport:
-    """Weigh the kinds of layout that a choice names on the workspace's samples."""
     is_counted = counts_layers(workspace)
 
     def profiles(encoder: int, language: int) -> ModelProfile:

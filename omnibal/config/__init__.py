@@ -65,18 +65,10 @@ AUTOMATIC: Final = frozenset({
 
 
 def read_config(config: str | Path | dict[str, Any]) -> tuple[dict[str, Any], OmnibalSection]:
-    """Split a ds_config into what DeepSpeed reads and the validated "omnibal" section.
+    """Split a ds_config, a JSON file with comments or its content, into what DeepSpeed reads and the "omnibal" section.
 
-    Args:
-        config: Path of a JSON file, with comments as DeepSpeed allows them, or its content.
-
-    Returns:
-        The ds_config without the section, and the section (defaults where it is left out). The run's folder, its plan
-        and the folders of DeepSpeed's monitors are filled in where they are left out or ``"auto"``.
-
-    Raises:
-        ConfigError: The file is missing or no JSON object, or a key or value is wrong; the message names the key and
-            the nearest known one. Or the module of the model's family cannot be imported.
+    The run's folder, its plan and the folders of DeepSpeed's monitors are filled in where they are left out or
+    ``"auto"``. A ConfigError names the key that is wrong and the nearest known one.
     """
     if not isinstance(config, str | Path | dict):
         raise ConfigError(f"config must be the path or the content of a ds_config, got {config!r:.80}")
@@ -106,7 +98,6 @@ def _located(section: OmnibalSection, name: str | None) -> OmnibalSection:
 
 
 def _with_monitors(config: dict[str, Any], run: RunSection) -> dict[str, Any]:
-    """Let DeepSpeed's monitors write into the run's folder, under its name, unless they say otherwise."""
     defaults = {"output_path": str(run.files.monitor), "job_name": run.files.folder.name}
     on = {key: config[key] for key in MONITORS if config.get(key, {}).get("enabled", False)}
     return config | {key: defaults | monitor for key, monitor in on.items()}

@@ -128,7 +128,6 @@ class PackingSection(Section):
 
     @property
     def options(self) -> PackingOptions:
-        """How packs are made and arranged, as the keywords of what makes them."""
         return PackingOptions(
             method=self.method, seed=self.seed, oversized=self.oversized, exchange_steps=self.exchange_steps
         )
@@ -177,7 +176,6 @@ class PipelineSection(Section):
     one."""
 
     def encoder_on(self, num_devices: int) -> Encoder | None:
-        """The encoder that is asked for in a run on so many devices."""
         if isinstance(self.encoder, EncoderSection):
             return Encoder(self.encoder.num_stages, self.encoder.num_replicas)
         return None if self.encoder is None else Encoder.on_all(num_devices)

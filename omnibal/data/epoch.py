@@ -135,7 +135,6 @@ class Epoch:
         return int(self._arrangement.window_starts(self.epoch)[-1])
 
     def at(self, epoch: int) -> "Epoch":
-        """Return another epoch of the same samples, arranged anew."""
         return Epoch(self._spec, self._arrangement, epoch, self.ranks)
 
     def __iter__(self) -> Iterator[Packs]:

@@ -82,8 +82,7 @@ def _sample_and_filter(
 ) -> Any:
     """Run one round over ``order``: write packs behind ``num_packs``, move what is left to the front of ``order``.
 
-    Returns:
-        How many samples are left, how many packs there are.
+    The results are how many samples are left, and how many packs there are.
     """
     most_vision, most_tokens, full_vision, full_tokens = marks
     num_left = 0

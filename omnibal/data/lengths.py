@@ -54,8 +54,6 @@ class LengthSummary:
 
 
 class _LengthsRecord(Record):
-    """What stands in the summary file of a folder."""
-
     format: int
     columns: list[str]
     content_hash: str

@@ -112,7 +112,6 @@ def search_limits(
 def _draw(
     lengths: SampleLengths, most: PackLimits, num_replicas: int, num_samples: int | None, seed: int
 ) -> SampleLengths:
-    """Random samples, enough of them to fill steps under the largest limits."""
     if num_samples is None:
         vision, tokens = lengths.summary.total_vision_units, lengths.summary.total_llm_tokens
         share = min(most.vision_units / vision if vision else 1, most.llm_tokens / max(tokens, 1))  # of the epoch
@@ -136,7 +135,6 @@ def _worth_scoring(part: SampleLengths, least: PackLimits, most: PackLimits, num
 
 
 def _candidates(lengths: SampleLengths, least: PackLimits, most: PackLimits) -> Iterator[PackLimits]:
-    """Limits to try, with repetitions."""
     summary = lengths.summary
     for pair in _pairs(lengths, least, most):
         if most.sound_units is None or not summary.total_sound_units:

@@ -130,11 +130,7 @@ def volume_bound(lengths: SampleLengths, limits: PackLimits) -> int:
 
 
 def load_histograms(lengths: SampleLengths, limits: PackLimits) -> tuple[int, list[IntArray]]:
-    """Count the samples over a limit, and the others by each size that has one.
-
-    Returns:
-        The number over a limit; counts of shape (limit + 1,) by vision units, tokens and units of further encoders.
-    """
+    """Count the samples over a limit, and the others by each size that has one, in arrays of shape (limit + 1,)."""
     kind("limits", limits, PackLimits)
     columns, most = [lengths.vision_units, lengths.llm_tokens], [limits.vision_units, limits.llm_tokens]
     for name, units in lengths.further_units().items():
@@ -205,8 +201,6 @@ def _count(columns: Any, most: IntArray, counts: IntArray) -> int:
 
 
 class Largest(NamedTuple):
-    """The most that a micro-batch holds: what memory must hold."""
-
     vision_units: int
     llm_tokens: int
     llm_tokens_squared: int
@@ -247,12 +241,10 @@ class PackingFigures:
 
     @property
     def packs_over_fewest(self) -> float:
-        """Packs beyond the fewest possible, as a share of those."""
         return self.packs / self.fewest_packs - 1 if self.fewest_packs else 0.0
 
     @property
     def samples_per_pack(self) -> float:
-        """Mean number of samples in a pack that holds any."""
         return self.samples / self.packs if self.packs else 0.0
 
     def to_record(self) -> dict[str, Any]:

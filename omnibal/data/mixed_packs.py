@@ -145,7 +145,6 @@ class DrawSchedule:
         return self._units[number]
 
     def _parts(self, first: int, last: int) -> list[Span]:
-        """Stretches of steps between which there is no knot."""
         steps = last - first
         draws = steps * self.samples_per_step(Span(first, last), BLOCK)
         parts = -(-draws // BLOCK)
@@ -265,7 +264,6 @@ class MixedPacks:
         return False
 
     def _make_stretch(self, schedule: DrawSchedule, span: Span, cursors: Int64Array) -> Stretch:
-        """Draw what cursors say, shape (blocks + 1, sources), and find how to plan it."""
         numbers = np.arange(len(cursors) - 1)
         drawn = [self._draws.samples(source, *ends) for source, ends in enumerate(cursors[[0, -1]].T.tolist())]
         samples = np.concatenate(drawn)
@@ -294,5 +292,4 @@ class MixedPacks:
 
 
 def _shuffled_blocks(blocks: Int64Array, chance: np.random.Generator) -> Int64Array:
-    """An order in which blocks follow each other, and each is shuffled."""
     return np.argsort(blocks + chance.random(len(blocks)), kind="stable")

@@ -186,7 +186,6 @@ def in_full(loads: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def kinds_of(loads: Loads) -> int:
-    """The bits of ``SampleLengths.kinds`` of one sample."""
     vision, _, _, videos, sounds = in_full(loads)
     kinds: int = IMAGE * (vision > videos) + VIDEO * (videos > 0) + SOUND * (sounds > 0)
     return kinds
@@ -207,10 +206,8 @@ def fillers_for(
 ) -> list[Sample]:
     """Samples that bring the kinds that a pack lacks, and none that the step has not; an empty pack gets one at least.
 
-    Args:
-        smallest: A sample with each combination of kinds that there is, by the bits of ``SampleLengths.kinds``.
-        has: Kinds of the pack.
-        wanted: Kinds of the step.
+    ``smallest`` has a sample with each combination of kinds that there is, by the bits of ``SampleLengths.kinds``;
+    ``has`` are the kinds of the pack, ``wanted`` those of the step.
     """
     found = list[Sample]()
     allowed = {kinds: sample for kinds, sample in smallest.items() if not kinds & ~wanted}

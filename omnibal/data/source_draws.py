@@ -66,7 +66,6 @@ class SourceDraws:
 
     @property
     def ever_drawn(self) -> npt.NDArray[np.bool_]:
-        """Which sources have a share at any step."""
         steps = [0, *(knot.step for knot in self._mixture.schedule)]
         return np.asarray((self.shares_at(steps) > 0).any(axis=0))
 
@@ -85,12 +84,10 @@ class SourceDraws:
         return np.bincount(self._source[samples], weights, minlength=len(self.sizes)).astype(np.float64)
 
     def members(self, source: int) -> Int64Array | slice:
-        """All samples of a source, to index columns with."""
         part = slice(int(self._starts[source]), int(self._starts[source + 1]))
         return part if self._order is None else self._order[part]
 
     def given(self, source: int) -> FloatArray:
-        """What each of a source's members gives, as the mixture counts it."""
         if self._tokens is None:
             return np.ones(int(self.sizes[source]))
         return np.asarray(self._tokens[self.members(source)], dtype=np.float64)

@@ -55,8 +55,6 @@ On made-up tile lengths at 8 ranks and limits of 16 tiles and 4096 tokens, 1 % o
 
 
 class DeviceMemory(Protocol):
-    """What a device has, and holds of a micro-batch and of the model."""
-
     @property
     def budget_bytes(self) -> int: ...
 
@@ -153,12 +151,10 @@ class _StepSearch:
         self.steps = cache(self._steps)
 
     def _steps(self, size: StepSize) -> int:
-        """Steps of the whole epoch, as planned."""
         ranks, count = self.num_replicas, size.micro_batches
         return arrange_epoch(self.lengths, size.limits, num_replicas=ranks, micro_batches=count).num_steps
 
     def samples(self, size: StepSize) -> float:
-        """Samples of a step on average, as the whole epoch is planned."""
         return len(self.lengths) / self.steps(size)
 
     def off(self, size: StepSize) -> float:
@@ -320,7 +316,6 @@ def samples_made(lengths: SampleLengths, limits: PackLimits, packs: int, *, num_
 
 
 def _surveyed(lengths: SampleLengths) -> SampleLengths:
-    """Random samples, or all where they are few."""
     if len(lengths) <= SURVEYED:
         return lengths
     return lengths.take(np.random.default_rng(0).permutation(len(lengths))[:SURVEYED])

@@ -155,10 +155,8 @@ def _even(costs: FloatArray, num_ranks: int, sizes: FloatArray, most: FloatArray
 def _place(order: IntArray, parts: FloatArray, shares: FloatArray, room: FloatArray, num_ranks: int) -> IntArray:
     """Each sample in ``order`` to the rank with room where squares grow least; an empty array if one has none.
 
-    Args:
-        parts: Costs of the samples in parts of the mean rank's, (samples, costs).
-        shares: What samples take of the limits, in parts of them, (samples, limits).
-        room: The most that a rank may hold of each limit, (limits,): 1 and a rounding error, or 0.
+    ``parts`` are costs in parts of the mean rank's, (samples, costs); ``shares`` is what samples take of the limits, in
+    parts of them, (samples, limits); ``room`` the most of each that a rank may hold: 1 and a rounding error, or 0.
     """
     loads, held = np.zeros((num_ranks, parts.shape[1])), np.zeros((num_ranks, shares.shape[1]))
     destination = np.empty(len(order), dtype=np.int64)

@@ -68,10 +68,8 @@ class Link:
     ) -> float:
         """Seconds of both exchanges of a micro-batch: of all inputs with the text, then of all features.
 
-        Args:
-            moves: Where each phase takes its samples: an entry per encoder, by its name, and ``"llm"``.
-            sizes: ``columns(encoders)``.
-            known: What ranks send and receive by the moves of earlier calls with these sizes, which is added to.
+        ``moves`` has an entry for each encoder, by its name, and ``"llm"``. ``known`` is what ranks send and receive by
+        the moves of earlier calls with these sizes, and is added to.
         """
         known = {} if known is None else known
         llm, encoders = moves["llm"], {name: move for name, move in moves.items() if name != "llm"}
@@ -170,7 +168,6 @@ class StepPlan:
         }
 
     def describe(self) -> str:
-        """One line, to be printed: how even each phase was and is, or why it stays as it was drawn."""
         parts = []
         for phase, (before, after) in self.imbalance.items():
             move = self.moves[phase]

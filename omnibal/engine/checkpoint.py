@@ -68,8 +68,6 @@ MODEL_FILES: Final = (
 
 
 class SavedFile(NamedTuple):
-    """A file as it was when a rank wrote it."""
-
     size_bytes: int
     # CRC-32 of every byte. Any flipped bit changes it, any other damage but one in four billion, and zlib computes it
     # faster than disks read.
@@ -86,7 +84,6 @@ class SavedFile(NamedTuple):
 
 
 def layer_files(checkpoint: Path, index: int) -> list[Path]:
-    """The files with the weights of a layer: one, or one of each tensor rank."""
     files = sorted(checkpoint.glob(f"layer_{index:02d}-*model_states.pt"))
     # DeepSpeed's names for them (PipelineModule.ckpt_layer_path).
     names = [f"layer_{index:02d}-model_{rank:02d}-model_states.pt" for rank in range(len(files))]
@@ -120,7 +117,6 @@ def fingerprint(folder: Path) -> str:
 
 
 def write_manifest(checkpoint: Path, layout: Mapping[str, Any], files: Mapping[str, SavedFile]) -> None:
-    """Write a checkpoint's last file, which says what the others are."""
     for name, saved in files.items():
         path = checkpoint / name
         if not path.is_file() or path.stat().st_size != saved.size_bytes:
@@ -400,7 +396,6 @@ def export_newest(files: RunFiles) -> Path:
 
 
 def _layer_state(checkpoint: Path, model: VisionLanguageModel, index: int) -> dict[str, Tensor]:
-    """The whole weights of a layer, which is in one file, or in one file for each tensor rank."""
     return whole_state(model, index, [_read_layer(path) for path in layer_files(checkpoint, index)])
 
 

@@ -111,11 +111,7 @@ class CheckpointedEngine(TableEngine):
 
     @naming_lost_ranks
     def finish_saving(self) -> None:
-        """Wait until the checkpoint of an ``async_save`` is whole, if there is one; all ranks together.
-
-        Raises:
-            OmnibalError: A file could not be written, on any rank.
-        """
+        """Wait until the checkpoint of an ``async_save`` is whole, if there is one; all ranks together."""
         save, self._saving = self._saving, None
         if save is None:
             return
@@ -154,7 +150,6 @@ class CheckpointedEngine(TableEngine):
             raise
 
     def _write(self, save: _Save, state: dict[str, Any], async_save: bool) -> None:
-        """Write this rank's files, or let a thread write copies."""
         folder, name = str(save.unfinished.parent), save.unfinished.name
         write = self.checkpoint_engine.save
         pool = ThreadPoolExecutor(1 if async_save else checkpoints.READERS)

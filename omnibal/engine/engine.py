@@ -53,8 +53,6 @@ MOST_NAMED: Final = 12  # samples in a message
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results on held-out data."""
-
     loss: float  # mean of a target token
     accuracy: float  # share of the samples whose answer greedy decoding would give exactly
     samples: int  # samples with an answer
@@ -136,11 +134,7 @@ class OmnibalEngine(CheckpointedEngine):
         keep_watchdog(dog)
 
     def train_batch(self, data_iter: Steps | None = None) -> Tensor:
-        """Train on the next step of the loader, all ranks together.
-
-        Returns:
-            The step's mean loss of a target token, the same on all ranks.
-        """
+        """Train on the next step of the loader, all ranks together; the same mean loss of a target token on all ranks."""
         return self._train(nullcontext(), data_iter)
 
     def measured_batch(self) -> tuple[Tensor, StagePeaks]:

@@ -88,7 +88,6 @@ class UnequalTopology(ProcessTopology):
         return [rank for coordinates, rank in self.mapping.items() if coordinates[index] % sizes[index] == idx]
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The groups of ranks along an axis, of which PipelineParallelGrid makes process groups."""
         others = {"data": "pipe", "pipe": "data"}
         if axis not in others:
             return []

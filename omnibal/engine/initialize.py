@@ -104,10 +104,8 @@ def meet(backend: str, **rendezvous: Any) -> None:
     """Let this process communicate with the others of its launch, and leave nothing behind; all ranks together.
 
     The processes may have met before. The device is set before anything communicates: NCCL sends from the current
-    device, which would be the first one of the host for every process.
-
-    Args:
-        **rendezvous: Where they meet, as for ``deepspeed.init_distributed``; by default as the launcher says.
+    device, which would be the first one of the host for every process. ``rendezvous`` is as for
+    ``deepspeed.init_distributed``; by default the launcher says where they meet.
     """
     have_met = dist.is_initialized()
     if not have_met:
@@ -182,14 +180,10 @@ def build_engine(
     engine_class: type[E] = OmnibalEngine,  # type: ignore[assignment]  # mypy has no defaults for type variables
     **others: Any,
 ) -> E:
-    """The engine of this process, for packs from any loader; all ranks together.
+    """The engine of this process, for packs from any loader; all ranks together, which hold the same plan.
 
-    It does what deepspeed.initialize does for a PipelineModule, but with an engine class of our own.
-
-    Args:
-        plan: Partition and recompute levels; every process of the run holds the same.
-        weights: All of the model's weights by name, where they are in memory; by default the ds_config says.
-        deepspeed_config: The ds_config as DeepSpeed reads it, where that has been made.
+    It does what deepspeed.initialize does for a PipelineModule, but with an engine class of our own. ``weights`` are
+    all of the model's by name, where they are in memory; by default the ds_config says.
     """
     own = (own or UserOptimizer()).over(total_steps)
     check_same({"plan": plan.to_record()})

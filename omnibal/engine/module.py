@@ -187,7 +187,6 @@ class VlmPipelineModule(PipelineModule):
         return sent
 
     def encode(self, payload: Payload) -> Payload:
-        """Run the spread encoder on images from any packs."""
         for index, layer in enumerate(self.encoder):
             self._announce(index, payload)
             payload = run_layer(layer, payload, self.plan.recompute[index])
@@ -239,7 +238,6 @@ class VlmPipelineModule(PipelineModule):
         return bool(payload.input_ids.shape[1] > limits.llm_tokens or tiles > max(limits.vision_units, 1))
 
     def count(self, batch: Mapping[str, Tensor]) -> PackCounts | None:
-        """What layers need to know of a pack on the host: counted before the pack goes to the device."""
         image_tokens = int((batch["input_ids"] == self.vlm.config.image_token_id).sum())
         integers = {name: batch[name].tolist() for name in self.vlm.image_integers}
         return PackCounts(image_tokens, sample_lengths(batch["cu_seq_lens"]), integers)

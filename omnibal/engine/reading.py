@@ -152,8 +152,6 @@ def left_out_of(batch: Batch) -> dict[int, str]:
 
 
 class TextView(Dataset[dict[str, Any]]):
-    """A dataset whose images are never decoded."""
-
     def __init__(self, dataset: VlmDataset) -> None:
         self.dataset = dataset
 
@@ -186,18 +184,8 @@ class RayPacks:
     """The packs of a batch sampler, read by a Ray cluster and handed out in the sampler's order.
 
     A pack takes one processor of the cluster while it is read. ``count`` packs are being read, or wait in the cluster's
-    memory, and as many wait on this machine; no more are asked for before one is taken.
-
-    Args:
-        dataset: Is sent to each machine once, pickled; its files must have the same paths there.
-        packs: Sample indices of each pack; every iteration over them begins where training stands.
-        collate: Makes a batch of a pack's samples, on the machine that reads them.
-        address: Of a Ray cluster (``"host:6379"``, or ``"auto"`` for the one this machine belongs to); ``"local"``
-            starts one on this machine.
-        pin: Whether batches are copied to pinned memory, for a GPU.
-
-    Raises:
-        ConfigError: Ray is not installed, or there is no cluster at the address.
+    memory, and as many wait on this machine; no more are asked for before one is taken. The dataset is sent to each
+    machine once, pickled: its files must have the same paths there. The address ``"local"`` starts a cluster here.
     """
 
     def __init__(

@@ -60,13 +60,11 @@ class ResolvedRun:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The forward pass computes in this dtype."""
         dtype: torch.dtype = getattr(torch, self.layout.precision)
         return dtype
 
     @property
     def trained(self) -> dict[str, TrainedCount]:
-        """What each module trains."""
         frozen = self.section.model.frozen
         return trained_by_module([(record, record.trained(frozen)) for record in self.vlm.records])
 

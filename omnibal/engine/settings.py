@@ -88,7 +88,6 @@ class Settings:
 
     @classmethod
     def of(cls, keys: dict[str, Any], optimizer: Any, scheduler: Any) -> "Settings":
-        """The settings of an engine that is just made."""
         schedule = {} if scheduler is None or _is_function_of_step(scheduler) else dict(scheduler.state_dict())
         schedule.pop("_last_lr", None)  # follows from the others
         return cls(keys, [_group_settings(group) for group in optimizer.param_groups], schedule)

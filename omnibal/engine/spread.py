@@ -114,7 +114,6 @@ def _tokens(vlm: VisionLanguageModel, rows: IntArray) -> IntArray:
 
 
 def _images(vlm: VisionLanguageModel, pixels: Tensor, grids: IntArray) -> Payload:
-    """Images of any packs as the encoder's input."""
     integers = {name: torch.from_numpy(grids).to(pixels.device, non_blocking=True) for name in vlm.image_integers}
     bounds = torch.zeros(1, dtype=torch.int32, device=pixels.device)  # of samples, which no layer of an encoder reads
     note_counts([bounds], PackCounts(None, (), dict.fromkeys(integers, grids.tolist())))

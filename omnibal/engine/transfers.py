@@ -31,8 +31,6 @@ DESCRIPTION: DtypeAndSize = (torch.uint8, (8192,))
 
 
 class StageLink(NamedTuple):
-    """One direction between two processes."""
-
     # Each direction has a group of its own on the device, since NCCL runs the operations of one group in order: a send
     # would wait for a receive of the other direction. Tensors of the CPU go by gloo: descriptions are read without
     # waiting for a device.
@@ -167,7 +165,6 @@ class StageLinks:
         return [*self.gradients_out.ends, *self.activations_out.ends]
 
     def settle(self, micro_batch: int) -> None:
-        """Wait until all tensors up to this micro-batch have been sent to any neighbour."""
         settle(self.senders, micro_batch)
 
     def try_out(self) -> None:
@@ -207,7 +204,6 @@ def _finish(coming: Iterable[tuple[Any, Tensor]]) -> tuple[Tensor, ...]:
 
 
 def describe(tensors: Sequence[Tensor]) -> Tensor:
-    """The DESCRIPTION of a pack's tensors and counts."""
     shapes = [[_DTYPES.index(tensor.dtype), tensor.shape] for tensor in tensors]
     counts = counts_of(tensors)
     known = None if counts is None or counts.image_tokens is None else counts._replace(integers=dict(counts.integers))
@@ -219,7 +215,6 @@ def describe(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def read_description(description: Tensor) -> tuple[list[DtypeAndSize], PackCounts | None]:
-    """The inverse of `describe`: dtypes and shapes of the tensors, and the counts."""
     shapes, counts = json.loads(bytes(description.tolist()))
     told = None if counts is None else PackCounts(counts[0], tuple(counts[1]), counts[2])
     return [(_DTYPES[dtype], tuple(shape)) for dtype, shape in shapes], told

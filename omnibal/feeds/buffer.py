@@ -20,8 +20,6 @@ BARREN: Final = 1024
 
 
 class BufferedSample(NamedTuple):
-    """A sample in the buffer."""
-
     held: Any
     """What the collator lays into packs."""
     loads: Loads
@@ -158,7 +156,6 @@ class SampleBuffer:
         return taken
 
     def given(self, samples: Iterable[BufferedSample]) -> list[int]:
-        """What some samples count for in the share of each source."""
         units = [0] * len(self._sources)
         for sample in samples:
             units[sample.source] += self._units(sample)
@@ -315,8 +312,7 @@ def _check_loads(loads: Loads) -> None:
 def taken_over(states: Sequence[Mapping[str, Any]], rank: int, num_ranks: int) -> dict[str, Any]:
     """The state of a rank's buffer that takes over from buffers of other ranks: their untrained samples, then the rest.
 
-    Args:
-        states: Of every earlier rank's buffer, by rank; ``held`` are the samples that were not trained.
+    ``states`` are of every earlier rank's buffer, by rank; ``held`` are the samples that were not trained.
     """
     lanes, _, num_parts = lanes_of(rank, num_ranks, len(states))
     sources, owed = dict[str, Any](), dict[str, float]()

@@ -30,8 +30,6 @@ class _OriginRecord(Record):
 
 
 class _EpochRecord(Record):
-    """``Epoch.record``."""
-
     arranged_for: _Shape
     ranks: _Shape
     packs_done: Annotated[list[NonNegativeInt], Field(min_length=1, max_length=1)]
@@ -40,8 +38,6 @@ class _EpochRecord(Record):
 
 
 class _State(Record):
-    """``BalancedBatchSampler.state_dict``."""
-
     version: int
     epoch: NonNegativeInt
     steps_done: NonNegativeInt

@@ -105,11 +105,9 @@ class ConversationDataset:
         return {name: value for name, value in self.__dict__.items() if name != "_measured"}
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """One sample for training.
+        """One sample for training: ``input_ids`` and ``labels`` (tokens,) int64, ``pixel_values`` float32 or None.
 
-        Returns:
-            ``input_ids`` and ``labels`` (tokens,) int64, ``pixel_values`` float32 or None: InternVL's are tiles,
-            (tiles, 3, H, W). What else the model takes of images comes by the names of its arguments.
+        InternVL's pixels are tiles, (tiles, 3, H, W). What else the model takes comes by the names of its arguments.
         """
         return self._sample(index, with_pixels=True)
 
@@ -367,12 +365,7 @@ def open_streams(
     broken: Broken = "error",
     workers: int = 0,
 ) -> dict[str, ConversationStream]:
-    """Open annotation files as streams, by their names.
-
-    Args:
-        paths: As of `open_dataset`, but no JSON arrays; the other arguments are the same there.
-        workers: Processes that read, about; each file or folder has its own.
-    """
+    """Open annotation files (no JSON arrays) as streams, by their names; about ``workers`` processes read them."""
     model_format = ModelFormat(model_folder, max_tiles=max_tiles, max_image_pixels=max_image_pixels)
     files = named_files(paths, image_folder=image_folder)
     for file in files:

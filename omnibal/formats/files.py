@@ -97,11 +97,7 @@ def is_dataset(path: Path) -> bool:
 
 
 class TableRows:
-    """The rows of a table of ``datasets``, memory-mapped; pictures stay as they are, undecoded.
-
-    Args:
-        source: Parquet or Arrow files, a folder that ``datasets`` saved, or a ``Dataset``.
-    """
+    """The rows of a table of ``datasets``, memory-mapped; pictures stay as they are, undecoded."""
 
     def __init__(self, path: Path, source: Any) -> None:
         try:

@@ -170,7 +170,6 @@ def _measure_chunk(chunk: Items) -> Found:
 
 
 def settle_problems(problems: Sequence[Problem], num_items: int, broken: Broken) -> None:
-    """Refuse unusable items, or warn that they are left out."""
     if not problems:
         return
     listed = "\n  ".join(str(problem) for problem in problems[:SHOWN])

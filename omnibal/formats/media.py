@@ -226,7 +226,6 @@ class VideoFormat:
         self._check_rule(family.video_processor)
 
     def text(self, load: VideoLoad) -> str:
-        """What stands for a video: one token for each of its runs, behind the time that it begins at."""
         if not load.seconds:
             return self.token
         return "".join(f"<{seconds:.1f} seconds>{self._start}{self.token}{self._end}" for seconds in load.seconds)

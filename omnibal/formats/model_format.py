@@ -199,12 +199,10 @@ class ModelFormat:
         return Prepared(rendered, images, videos, sounds, max_tiles)
 
     def sample(self, prepared: Prepared, *, with_pixels: bool) -> dict[str, Any]:
-        """A sample for training.
+        """A sample for training: ``input_ids`` and ``labels`` (tokens,) int64, each file as many tokens as it brings.
 
-        Returns:
-            ``input_ids`` and ``labels`` (tokens,) int64, each file as many tokens as it brings, and what `pixels`,
-            `VideoFormat.pixels` and `SoundFormat.features` return; ``pixel_values`` is None where there are none or
-            they are not wanted.
+        Beside them stands what `pixels`, `VideoFormat.pixels` and `SoundFormat.features` return; ``pixel_values`` is
+        None where there are none or they are not wanted.
         """
         import torch
 

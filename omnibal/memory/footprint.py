@@ -177,7 +177,6 @@ class Footprint:
         TrainingState(self.profile, self.layout)  # refuses a layout of another precision
 
     def state(self, stage: int) -> TrainingState:
-        """What every possible stage at this place holds from step to step."""
         layout = self.layout.of_stage(stage)
         if layout not in self._states:
             self._states[layout] = TrainingState(self.profile, layout)
@@ -264,7 +263,6 @@ class Footprint:
         )
 
     def stages(self, partition: Partition, levels: Sequence[Level]) -> tuple[StageMemory, ...]:
-        """The memory of every stage of a partition, with a level for each layer of the model."""
         return tuple(
             self.stage(stage, range(a, b), levels[a:b]) for stage, (a, b) in enumerate(pairwise(partition.boundaries))
         )

@@ -59,12 +59,10 @@ class SpreadFootprint:
         return tuple(held + self._features(stage) for stage in range(self.schedule.num_stages))
 
     def stages(self, partition: Partition, levels: Sequence[Level]) -> tuple[StageMemory, ...]:
-        """The memory of every stage, with a level for each layer of the model; the first stage counts the encoder's."""
         behind = language_partition(self.profile, partition)
         return tuple(self.stage(stage, behind.layers(stage), levels) for stage in range(self.schedule.num_stages))
 
     def stage(self, stage: int, layers: range, levels: Sequence[Level]) -> StageMemory:
-        """The memory of a stage of these layers of the LLM, with a level for each layer of the model."""
         border, own = self.border, self._alone(levels)
         levels_behind = levels[border + layers.start : border + layers.stop]
         language = self.language.stage(stage, layers, levels_behind)

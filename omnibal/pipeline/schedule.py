@@ -360,19 +360,13 @@ def encoder_schedule(layout: Layout, micro_batches: int) -> Schedule:
 def schedule_of(layout: Layout, micro_batches: int, schedule: ScheduleName) -> Schedule:
     """What all stages of a layout run in one step; stages of units run the micro-batches of their own replica.
 
-    Args:
-        layout: Where the encoder has devices of its own, its stages run `encoder_schedule`.
-        micro_batches: Micro-batches of one of the LLM's replicas in a step.
-        schedule: What the LLM's stages run.
+    ``micro_batches`` are those of one of the LLM's replicas, ``schedule`` is what its stages run; an encoder's with
+    devices of its own run `encoder_schedule`.
 
-    Raises:
-        ConfigError: Neither number of replicas divides the other, or the encoder's cannot share the step alike.
-
-    Example:
-        >>> from omnibal.cluster import Encoder
-        >>> print(schedule_of(Layout(2, 2, encoder=Encoder(num_stages=1, num_replicas=1)), 2, "1f1b"))
-        F0 F1 F2 BW0 F3 BW1 BW2 BW3
-        F0 BW0 F1 BW1
+    >>> from omnibal.cluster import Encoder
+    >>> print(schedule_of(Layout(2, 2, encoder=Encoder(num_stages=1, num_replicas=1)), 2, "1f1b"))
+    F0 F1 F2 BW0 F3 BW1 BW2 BW3
+    F0 BW0 F1 BW1
     """
     if not layout.has_units:
         return SCHEDULES[schedule](layout.num_stages, micro_batches)

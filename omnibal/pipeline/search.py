@@ -93,7 +93,6 @@ class PartitionProblem:
         return float(run_steps(times, table, boundaries, self.num_steps, blocking, 0.0, starts, ends, reduced).mean())
 
     def bound(self, partitions: IntArray) -> FloatArray:
-        """Lower bounds of `evaluate`, of the same shapes."""
         stages = np.arange(self.num_stages)
         of_steps = [bounds[stages, partitions[:, :-1], partitions[:, 1:]].max(axis=1) for bounds in self._step_bounds]
         mean: FloatArray = np.mean(of_steps, axis=0)
@@ -197,8 +196,6 @@ class PartitionProblem:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A partition and its predicted step."""
-
     partition: Partition
     step_seconds: float
 

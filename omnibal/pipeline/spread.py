@@ -28,7 +28,6 @@ IMAGES: Final = -1
 
 
 def split_profile(profile: ModelProfile) -> tuple[ModelProfile, ModelProfile]:
-    """Encoder and LLM as profiles of their own."""
     count = encoder_layers(profile.layers)
     encoder, language = profile.layers[:count], profile.layers[count:]
     if any(layer.trainable for layer in encoder):

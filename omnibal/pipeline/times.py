@@ -52,9 +52,8 @@ def step_times(
 ) -> StepTimes:
     """Seconds of every layer for every micro-batch of every replica; arguments and errors as of `simulate_step`.
 
-    Args:
-        num_replicas: How many replicas add up their gradients, where ``loads`` are not one Load for each.
-        unit: With units, the encoder's layers; ``loads`` then hold all micro-batches of a step, `numbered`.
+    ``num_replicas`` add up their gradients, where ``loads`` are not one Load for each. With units ``unit`` has the
+    encoder's layers, and ``loads`` hold all micro-batches of a step, `numbered`.
     """
     load = stacked(loads)
     num_replicas = num_replicas or load.shape[0]

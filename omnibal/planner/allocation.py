@@ -59,8 +59,6 @@ class ModuleCost:
 
 @dataclass(frozen=True)
 class ParallelismUnit:
-    """The devices of one module: stages × replicas × tensor ranks."""
-
     num_stages: int
     num_replicas: int
     num_tensor: int
@@ -208,7 +206,6 @@ class _AllocationProblem:
         return found
 
     def refuse(self, memory: float) -> NoReturn:
-        """Say how many devices or bytes are missing."""
         least = sum(min(set(self.degrees) & set(module.forward_seconds)) for module in self.modules)
         if least > self.num_devices:
             raise InfeasibleError(f"num_devices must be at least {least} for these modules, got {self.num_devices}")

@@ -216,7 +216,6 @@ class Packing:
 
     @property
     def all_loads(self) -> Load:
-        """Every micro-batch of the steps, shape (steps, replicas, micro-batches)."""
         return Load.stack(Load.stack(step) for step in self.steps)
 
     @property

@@ -58,7 +58,6 @@ class Choice:
 
     @property
     def sample_seconds(self) -> float:
-        """Seconds per sample, by which choices of different packings are compared."""
         return self.step_seconds / self.model.packing.samples_per_step
 
 
@@ -77,9 +76,7 @@ def improve(model: StepModel) -> Choice:
 
 
 def retreat(choice: Choice, missing_bytes: Sequence[int]) -> Choice:
-    """The same partition with more recomputation where a trial ran out of memory.
-
-    ``missing_bytes`` is what each stage was short of, zero where it fitted.
+    """The same partition with more recomputation where a trial ran out of memory, by each stage's missing bytes or 0.
 
     Source: Yao et al., OmniBal, ICML 2025, section 4.3: failed trials recompute more by the remaining memory.
     """
@@ -141,14 +138,8 @@ class PlacedStep:
 def placed_step(costs: StepCosts, schedule: ScheduleName, level: Level = "none") -> PlacedStep:
     """The closed formula's best partition, its levels, and the mean seconds of a step.
 
-    Args:
-        costs: Their layout is one pipeline through encoder and LLM, or one of each where both have devices of their own
-            (DistTrain), or that of the LLM where the encoder is spread.
-        schedule: What the LLM's stages run.
-        level: What a spread encoder recomputes: ``"none"`` keeps its activations through the pipeline.
-
-    Raises:
-        InfeasibleError: A device does not fit what it must hold; ``missing_bytes`` says by how much.
+    The costs' layout is one pipeline through encoder and LLM, or one of each where both have devices of their own, or
+    that of the LLM where the encoder is spread; ``level`` is what a spread encoder recomputes.
     """
     is_spread, packing = costs.layout.is_spread, costs.packing
     model = SpreadModel(costs, schedule, level=level) if is_spread else StepModel(costs, schedule)

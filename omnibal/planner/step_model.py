@@ -166,7 +166,6 @@ class StepModel:
         return StepModel(self.costs, self.schedule_name, budgets)
 
     def plan(self, boundaries: Boundaries) -> Plan:
-        """The plan of a partition and its levels, without a prediction."""
         return Plan(
             limits=self.packing.limits,
             micro_batches=self.packing.micro_batches,
@@ -182,7 +181,6 @@ class StepModel:
         return seconds
 
     def levels(self, boundaries: Boundaries) -> tuple[Level, ...]:
-        """The levels of all layers that fit at the least recompute time."""
         return tuple(level for stage in range(self.num_stages) for level in self._levels(stage, boundaries))
 
     def evaluate(self, partitions: IntArray) -> FloatArray:

@@ -83,7 +83,6 @@ def degree_of(degrees: Mapping[str, int], module: Module) -> int:
 
 
 def _one_or_all(degrees: Mapping[str, int]) -> int | dict[str, int]:
-    """The one number that `degrees_of` made two of."""
     return degrees["language"] if len(set(degrees.values())) == 1 else dict(degrees)
 
 

@@ -57,9 +57,6 @@ def failures_reach_all_ranks(*, where: str | None = None) -> Iterator[None]:
 
     A rank that hears of a failure and has not failed by itself some seconds later ends with status 1: an exchange on a
     GPU that waits for the failed rank can neither be finished nor interrupted.
-
-    Args:
-        where: The name of this rank in messages, such as ``"rank 3, stage 1"``; by default ``"rank 3"``.
     """
     watching = watch()
     watching.hear_the_end()
@@ -72,11 +69,7 @@ def failures_reach_all_ranks(*, where: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def lost_ranks_named(where: str | None = None) -> Iterator[None]:
-    """Turn what an exchange raises inside, where a rank has ended, into one line that says which ranks are there.
-
-    Args:
-        where: The name of this rank in the message, such as ``"rank 3, stage 1"``; by default ``"rank 3"``.
-    """
+    """Turn what an exchange raises inside, where a rank has ended, into one line that says which ranks are there."""
     try:
         yield
     except RuntimeError as error:
@@ -133,12 +126,10 @@ class Watch:
         start_until_exit(thread, self._ends.set)
 
     def hear_the_end(self) -> None:
-        """Tell the other ranks of any exception that ends this process."""
         if self._show is None:
             self._show, sys.excepthook = sys.excepthook, self._at_the_end
 
     def keep(self, dog: Watchdog | None) -> None:
-        """Take this watchdog along to the store, in place of an earlier one."""
         if self._dog is not None:
             self._dog.is_closed = True
         if dog is not None:
@@ -218,7 +209,6 @@ class Watch:
 
 
 def _lost(error: Exception) -> str:
-    """What to say where an exchange has failed, since a rank has ended."""
     # gloo puts the place in its code before what it has to say, and advice behind; torch adds its stack.
     reason = re.sub(r"^\[\S+:\d+\] ", "", (str(error).splitlines() or [""])[0])
     reason = re.split(r"\. (?:This|Did|Connection was) ", reason)[0].rstrip(".")

@@ -51,7 +51,6 @@ class Report:
 
     @cached_property
     def proposal(self) -> Proposal | None:
-        """Limits to take, where packs of ours are part of the advice."""
         if not self.advice.takes_packs:
             return None
         # The size of an epoch is known where all samples were measured.
@@ -86,7 +85,6 @@ class Report:
         return self.advice.today.memory.budget_bytes / GIB
 
     def lines(self) -> list[str]:
-        """The answer, what it assumes, and each change on top of those before it."""
         advice, today, asked = self.advice, self.advice.today, self.question
         assumed = [
             f"{asked.model.name}{self._trained()} on {asked.cluster}, {today.recipe.text}, "
@@ -244,7 +242,6 @@ def _figures(estimate: Estimate) -> dict[str, Any]:
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draw a PNG: where the time goes today and with the changes, and what each change brings."""
     advice = report.advice
     rows = ["today", "settings alone", "with omnibal"] if advice.takes_packs else ["today", "settings alone"]
     gains = [(change, change.gain) for change in advice.changes if change.gain is not None]

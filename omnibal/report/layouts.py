@@ -152,12 +152,10 @@ class LayoutReport:
 
 
 def causes_of(found: WeighedLayout) -> dict[str, float]:
-    """Shares of the devices' time by the causes that all kinds have."""
     return {cause: sum(found.shares.get(name, 0.0) for name in names) for cause, names in CAUSES.items()}
 
 
 def _compared(winner: WeighedLayout, other: WeighedLayout) -> str:
-    """How another layout compares with the winner."""
     ratio = other.samples_per_second / winner.samples_per_second
     return f"{KINDS[other.kind]}, {_rate(other.samples_per_second)} samples/s ({ratio:.2f} ×); {_runs(other)}"
 

@@ -128,7 +128,6 @@ def _stage(profile: ModelProfile, plan: Plan, step: StepSimulation, schedule: Sc
 
 
 def _seconds(simulation: Simulation, stage: int, *operations: Operation) -> float:
-    """Seconds of some operations on a replica of a stage, on average."""
     rows = simulation.stage_rows[stage]
     ran = np.isin(simulation.table.operations[rows], operations)
     ran &= np.arange(ran.shape[1]) < simulation.table.lengths[rows, None]  # rows of shorter stages are filled up
@@ -185,8 +184,6 @@ def _methods_table(methods: Mapping[str, Row]) -> Table:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A step of a plan on the simulator: where the model is cut, and where stages wait."""
-
     profile: ModelProfile
     plan: Plan
     packing: Packing  # one step of real packs
@@ -247,7 +244,6 @@ class Explanation:
         ]
 
     def draw(self, path: Path) -> None:
-        """Draw the timeline of the fastest and of the slowest replica."""
         replicas = self.step.replicas
         order = sorted(range(len(replicas)), key=lambda number: replicas[number].makespan_seconds)
         ends = {order[0]: "fastest", order[-1]: "slowest"}  # the slowest alone where there is but one

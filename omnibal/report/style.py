@@ -134,7 +134,6 @@ _MATPLOTLIB: Final[Any] = {
 
 @contextmanager
 def drawing(path: Path, width: float, height: float) -> Iterator[Figure]:
-    """A figure to draw into, so many inches wide and high; at the end it is written as a PNG, its folder made."""
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -155,7 +154,6 @@ def label_of(name: str) -> str:
 
 
 def legend_below(figure: Figure, axes: Axes) -> None:
-    """A legend of what some axes name, in a line below all of them."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(handles), 8))
 
@@ -163,7 +161,6 @@ def legend_below(figure: Figure, axes: Axes) -> None:
 def stacked_bars(
     axes: Axes, names: Sequence[str], parts: Mapping[str, Sequence[float]], colours: Sequence[str]
 ) -> range:
-    """A bar for each name, the first one on top, with a piece for each part; the places of the bars."""
     left, places = [0.0] * len(names), range(len(names) - 1, -1, -1)
     for (part, lengths), colour in zip(parts.items(), colours, strict=True):
         axes.barh(places, lengths, left=left, color=colour, label=part)
@@ -192,7 +189,6 @@ figcaption { color: #5f6368; font-size: 0.9rem; }
 
 
 def page(title: str, lead: str, sections: Sequence[str]) -> str:
-    """A whole HTML document; nothing in it points elsewhere."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -224,7 +220,6 @@ def html_table(names: Sequence[str], rows: Sequence[Sequence[str]], *, marked: i
 
 
 def picture(path: Path, caption: str) -> str:
-    """A PNG within the page."""
     text, source = escape(caption), f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
     return f'<figure><img alt="{text}" src="{source}"><figcaption>{text}</figcaption></figure>'
 

@@ -155,7 +155,6 @@ class MetricsLog:
         )
 
     def evaluation(self, step: int, *, loss: float, accuracy: float, samples: int) -> str:
-        """Log an evaluation on held-out samples, and render it as a line."""
         self._append(
             EvaluationRecord(step=step, held_out_loss=loss, held_out_accuracy=accuracy, held_out_samples=samples)
         )
@@ -180,7 +179,6 @@ class MetricsLog:
 
 
 def run_table(plan: Plan, records: Sequence[LayerRecord], data: Mapping[str, str]) -> Table:
-    """What is trained on, in words by name, what packs hold, and the layers of each stage."""
     holds = f"{plan.limits.vision_units} {vision_unit_of(records)}, {plan.limits.llm_tokens} LLM tokens"
     rows = {**data, "a pack holds at most": holds, "balance, as steps log it": BALANCE}
     for stage in range(plan.num_stages):
@@ -315,11 +313,7 @@ Answer = tuple[str, Sequence["Image.Image"], str, str | None]
 
 
 def plot_answers(answers: Sequence[Answer], path: Path) -> None:
-    """Draw the images of each question, the question, and the answer: green if it is right, red if not.
-
-    Raises:
-        ConfigError: No question has an image.
-    """
+    """Draw the images of each question, the question, and the answer: green if it is right, red if not."""
     seen = [answer for answer in answers if answer[1]]
     if not seen:
         raise ConfigError("questions must have images to draw a picture of answers, got none that has one")

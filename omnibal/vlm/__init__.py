@@ -122,11 +122,7 @@ class Answerer:
         self._model = _whole(AutoModelForImageTextToText, Path(folder)).to(_usable(device)).eval()
 
     def answer(self, question: str, images: Sequence[Picture] = (), *, max_new_tokens: int = 64) -> str:
-        """The likeliest answer, token by token.
-
-        Args:
-            question: May hold one ``<image>`` for each image; without any, images come before the question.
-        """
+        """The likeliest answer, token by token; a question without ``<image>`` has its images before it."""
         if IMAGE_MARK not in question:
             question = f"{IMAGE_MARK}\n" * len(images) + question
         marks = question.count(IMAGE_MARK)

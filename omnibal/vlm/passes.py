@@ -160,7 +160,6 @@ Mark = float | torch.Event
 
 
 def mark(device: torch.device) -> Mark:
-    """Mark where the device's work stands, without waiting for it."""
     if device.type == "cpu":
         return time.perf_counter()
     event: torch.Event = torch.get_device_module(device).Event(enable_timing=True)
@@ -230,7 +229,6 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 def address_of(tensor: Tensor) -> int:
-    """The address of a tensor's storage, unique among storages that are alive."""
     address: int = tensor.untyped_storage()._cdata
     return address
 

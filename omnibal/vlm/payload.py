@@ -209,8 +209,7 @@ def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
 class WeightGradients:
     """Weight gradients that wait for their turn, in the order in which backward passes deferred them.
 
-    Args:
-        budget_bytes: The most that waiting gradients may keep; None for no limit, 0: none waits.
+    Those that wait keep at most ``budget_bytes``; None is no limit, and with 0 none waits.
     """
 
     def __init__(self, *, budget_bytes: int | None = None, accumulate: Accumulate = add_gradient) -> None:

@@ -134,8 +134,6 @@ class QwenPatchEmbedding(PartsLayer):
 
 
 class QwenBlock(PartsLayer):
-    """One block of the ViT, whose patches attend to their whole image."""
-
     in_windows = False
     block: nn.Module
     rotary: ExactRotary
@@ -162,8 +160,6 @@ class QwenBlock(PartsLayer):
 
 
 class WindowBlock(QwenBlock):
-    """A block of Qwen2.5-VL's ViT whose patches attend to their window."""
-
     in_windows = True
 
 

@@ -87,16 +87,11 @@ def _summing(ranks: TensorGroup) -> _Map:
 
 
 def copy_of(tensor: Tensor, ranks: TensorGroup) -> Tensor:
-    """The tensor, whose gradients of all tensor ranks are added up in the backward pass."""
     return _exchanged(tensor, lambda same: same.view_as(same), _summing(ranks))
 
 
 def summed(tensor: Tensor, ranks: TensorGroup, *, is_partial: bool = False) -> Tensor:
-    """The sum of all tensor ranks' tensors.
-
-    Args:
-        is_partial: Whether each rank uses the sum for some heads only, so that it gets a part of the gradient.
-    """
+    """The sum of all tensor ranks' tensors; ``is_partial``: each rank gets the gradient of some heads only."""
     return _exchanged(tensor, _summing(ranks), _summing(ranks) if is_partial else lambda gradient: gradient)
 
 
@@ -414,7 +409,6 @@ def partial_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def add_up(gradients: Mapping[nn.Parameter, Tensor], ranks: TensorGroup) -> None:
-    """Add up flattened gradients of `partial_parameters` over the tensor ranks, in place."""
     for parameter, gradient in gradients.items():
         own: Slice | None = getattr(parameter, PARTIAL)
         if own is None:

@@ -16,8 +16,6 @@ from omnibal.vlm.tensor import VocabularyPart, copy_of
 
 
 class TextEmbedding(PartsLayer):
-    """Embeds the tokens and puts the image features where the image tokens stand."""
-
     embed_tokens: nn.Embedding
 
     def forward(self, payload: Payload) -> Payload:
@@ -56,8 +54,6 @@ class TiedEmbedding(TextEmbedding):
 
 
 class DecoderBlock(PartsLayer):
-    """One decoder layer of the language model, over packs."""
-
     block: nn.Module
     rotary: ExactRotary
 

@@ -44,8 +44,6 @@ class PatchEmbedding(PartsLayer):
 
 
 class VisionBlock(PartsLayer):
-    """One block of the ViT, whose attention covers a tile."""
-
     block: nn.Module
 
     def forward(self, payload: Payload) -> Payload:
@@ -72,8 +70,6 @@ def pixel_shuffle(patches: Tensor, factor: int) -> Tensor:
 
 
 class Projector(PartsLayer):
-    """From patches to what the language model reads."""
-
     projector: nn.Module
 
     def forward(self, payload: Payload) -> Payload:

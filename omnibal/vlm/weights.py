@@ -220,7 +220,6 @@ def _own_names(model: VisionLanguageModel, index: int) -> dict[str, str]:
 def _checked(
     name: str, stored: Mapping[str, Stored], shapes: Mapping[str, torch.Size], own: Slice | None = None
 ) -> Tensor:
-    """A weight's values, or a slice of them."""
     entry = stored[name]
     if entry.shape() != tuple(shapes[name]):
         raise ConfigError(

@@ -120,7 +120,6 @@ def center(tables: Tables, rules: Rules, first: bool, last: bool) -> None:
 
 @compiled
 def _find_largest(samples: Int32Array, packs: Int64Array, column: int, largest: Int64Array) -> None:
-    """Write each step's largest load of a sample, at least 0."""
     step_packs = len(packs) // len(largest)
     for step in range(len(largest)):
         most = np.int64(0)
@@ -159,9 +158,8 @@ def _meet(
 def _level_parts(tables: Tables, rules: Rules, part_packs: int, rounds: int, heaviest_alone: bool) -> None:
     """In each part, let the heaviest pack meet the lightest, the second heaviest the second lightest, and so on.
 
-    Args:
-        part_packs: Packs in a part: those of a step, or of neighbouring steps.
-        heaviest_alone: Instead, let the costliest pack of each round meet all others: all ranks wait for it.
+    A part is the packs of a step, or of neighbouring steps. With ``heaviest_alone`` the costliest pack of each round
+    meets all others instead: all ranks wait for it.
     """
     packs, order = tables.packs, tables.order
     for begin in range(0, len(packs), part_packs):
@@ -255,8 +253,7 @@ def repair(tables: Tables, rules: Rules, seed: np.uint64) -> int:
 def _repair_packs(tables: Tables, rules: Rules, roomy: Int64Array, seed: Any, round_index: int, tries: int) -> int:
     """Let every pack over a limit meet roomy ones and random ones in turns; return how many more meetings there may be.
 
-    Args:
-        roomy: Packs by their room for tokens, and for each encoder, most room first.
+    ``roomy`` are packs by their room for tokens, and for each encoder, most room first.
     """
     packs, number = tables.packs, len(tables.packs)
     served = 0

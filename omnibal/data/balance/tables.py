@@ -118,8 +118,7 @@ def prepend(samples: Int32Array, packs: Int64Array, pack: Integer, sample: Integ
 def count_mixes(samples: Int32Array, order: Int64Array, starts: Int64Array) -> tuple[FloatArray, FloatArray]:
     """Choose thresholds of size, of cost beyond vision units and of each encoder; count every step's samples below.
 
-    Returns:
-        ``mixes`` and ``usual`` of ``Tables``; the column MIX of ``samples`` is written.
+    The results are ``mixes`` and ``usual`` of ``Tables``; the column MIX of ``samples`` is written.
     """
     # Size alone does not tell a long text from a picture. So the second measure is what a sample costs beyond what its
     # vision units would say, at the mean cost of a unit.
@@ -176,10 +175,8 @@ def stays_random(
 ) -> bool:
     """Enter a swap between two steps into their mixes, unless it takes one farther off than random steps are.
 
-    Exchanges between steps must not sort the samples, or steps would not be random any more.
-
-    Args:
-        tables: ``mixes`` is changed in place; ``subsets`` lists the members of both packs.
+    Exchanges between steps must not sort the samples, or steps would not be random any more. ``subsets`` lists the
+    members of both packs.
     """
     mixes, usual = tables.mixes, tables.usual
     last = usual.shape[1] - 1

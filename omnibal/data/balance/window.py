@@ -48,15 +48,7 @@ REACH: Final = 6
 def plan_window(
     chosen: Int64Array, spec: PackingSpec, rules: Rules, num_steps: int, rng: np.random.Generator
 ) -> Packs | None:
-    """Make the packs of ``num_steps`` steps.
-
-    Args:
-        chosen: The samples.
-        rng: Decides which packs meet by chance, and which rank gets which pack.
-
-    Returns:
-        The packs, step after step, those of a step in running order; or None where some would hold too much.
-    """
+    """Make the packs of ``num_steps`` steps, each step's in running order; None where some would hold too much."""
     samples, shares = _measure(chosen, spec, rules)
     # From here on a sample is its place in ``chosen``; ``_list_packs`` turns places back into samples.
     order, starts = cut_steps(samples, shares, num_steps, rules)
@@ -96,12 +88,9 @@ def driving_loads(chosen: Int64Array, spec: PackingSpec, rules: Rules) -> Int32A
 
 
 def cut_steps(samples: Int32Array, shares: Int32Array, num_steps: int, rules: Rules) -> tuple[Int64Array, Int64Array]:
-    """Cut a stream of samples into steps of an equal share of the driving load.
+    """Cut a stream into steps of an equal share of the driving load: the samples' order, and where steps begin in it.
 
     Every step has a sample for every pack; only where the whole stream has too few does the last one lack some.
-
-    Returns:
-        The samples in the order of steps, and where each step begins in it.
     """
     order, starts = np.arange(len(shares)), np.zeros(num_steps + 1, dtype=np.int64)
     _cut_steps(samples, shares, int(shares.sum(dtype=np.int64)), order, starts, rules)
