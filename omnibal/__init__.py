@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from omnibal.data.lengths import SampleLengths
     from omnibal.data.limits import PackLimits
-    from omnibal.dispatch.rollouts import balanced_rows
+    from omnibal.dispatch.divide import balanced_rows
     from omnibal.engine.initialize import initialize
     from omnibal.feeds.sampler import BalancedBatchSampler
     from omnibal.packs.proof import check_packing
@@ -25,7 +25,7 @@ _MODULES = {
     "PackLimits": "omnibal.data.limits",
     "BalancedBatchSampler": "omnibal.feeds.sampler",
     "Plan": "omnibal.plan",
-    "balanced_rows": "omnibal.dispatch.rollouts",
+    "balanced_rows": "omnibal.dispatch.divide",
     "check_packing": "omnibal.packs.proof",
     "initialize": "omnibal.engine.initialize",
 }

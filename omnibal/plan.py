@@ -15,8 +15,7 @@ from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.data.packing_spec import MOST_STEP_PACKS
 from omnibal.errors import ConfigError, integer, kind
-from omnibal.memory.footprint import Footprint, StageMemory
-from omnibal.memory.spread import SpreadFootprint
+from omnibal.memory.footprint import Footprint, SpreadFootprint, StageMemory
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName, schedule_of
 from omnibal.pipeline.simulate import StepSimulation, simulate_step

@@ -23,7 +23,7 @@ from omnibal.families.base import encoder_layers
 from omnibal.memory.footprint import TrainingState
 from omnibal.pipeline.partition import least_maximum
 from omnibal.pipeline.search import differences
-from omnibal.pipeline.spread import split_profile
+from omnibal.pipeline.times import split_profile
 from omnibal.planner.allocation import ModuleCost, allocate
 from omnibal.planner.packings import PlanRequest
 from omnibal.profile.records import Level, ModelProfile

@@ -134,7 +134,7 @@ class OmnibalEngine(CheckpointedEngine):
         keep_watchdog(dog)
 
     def train_batch(self, data_iter: Steps | None = None) -> Tensor:
-        """Train on the next step of the loader, all ranks together; the same mean loss of a target token on all ranks."""
+        """Train on the loader's next step, all ranks together; the mean loss of its target tokens, the same on all."""
         return self._train(nullcontext(), data_iter)
 
     def measured_batch(self) -> tuple[Tensor, StagePeaks]:

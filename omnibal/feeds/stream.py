@@ -123,7 +123,7 @@ class StreamFeed(ABC):
 
     @abstractmethod
     def pack(self, samples: list[BufferedSample], smallest: Mapping[int, BufferedSample], wanted: int) -> Any:
-        """What is trained of a pack's samples; ``smallest`` were drawn, by their kinds, ``wanted`` kinds it must have."""
+        """What is trained of a pack's samples; ``smallest`` are drawn ones by kinds, ``wanted`` what it must have."""
 
     @abstractmethod
     def gather(self, told: Any) -> list[Any]:

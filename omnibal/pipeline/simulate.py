@@ -16,8 +16,18 @@ from omnibal.errors import ConfigError
 from omnibal.pipeline.events import run_steps, run_table
 from omnibal.pipeline.partition import Partition, frozen_stages
 from omnibal.pipeline.schedule import Operation, Schedule, Table, check_units, schedule_of
-from omnibal.pipeline.spread import IMAGES, EncoderWork, language_partition, split_profile
-from omnibal.pipeline.times import StepTimes, Unit, check_partition, numbered, stacked, step_times
+from omnibal.pipeline.times import (
+    IMAGES,
+    EncoderWork,
+    StepTimes,
+    Unit,
+    check_partition,
+    language_partition,
+    numbered,
+    split_profile,
+    stacked,
+    step_times,
+)
 from omnibal.profile.records import ModelProfile
 
 Mode = Literal["rendezvous", "overlap"]

@@ -21,15 +21,22 @@ from omnibal.cluster import Layout, Links
 from omnibal.cost import FloatArray, IntArray, Load
 from omnibal.errors import InfeasibleError
 from omnibal.families.base import encoder_layers
-from omnibal.memory.footprint import Footprint
+from omnibal.memory.footprint import Footprint, SpreadFootprint
 from omnibal.memory.recompute import StageTable, choose_levels, recompute_seconds
-from omnibal.memory.spread import SpreadFootprint
 from omnibal.pipeline.partition import Boundaries, Partition, least_maximum
 from omnibal.pipeline.schedule import ScheduleName, schedule_of
 from omnibal.pipeline.search import PartitionProblem
 from omnibal.pipeline.simulate import mode_of
-from omnibal.pipeline.spread import share_of_step, split_profile
-from omnibal.pipeline.times import StepTimes, Unit, backward_of_layers, numbered, step_times, summed
+from omnibal.pipeline.times import (
+    StepTimes,
+    Unit,
+    backward_of_layers,
+    numbered,
+    share_of_step,
+    split_profile,
+    step_times,
+    summed,
+)
 from omnibal.plan import Plan
 from omnibal.planner.packings import Packing, PlanRequest
 from omnibal.profile.records import LEVELS, Level, ModelProfile, every_layer

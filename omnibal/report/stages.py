@@ -19,7 +19,7 @@ from omnibal.pipeline.partition import frozen_stages
 from omnibal.pipeline.schedule import Operation, Schedule
 from omnibal.pipeline.search import METHODS, search_partition
 from omnibal.pipeline.simulate import Event, Simulation, StepSimulation
-from omnibal.pipeline.spread import IMAGES
+from omnibal.pipeline.times import IMAGES
 from omnibal.plan import Plan
 from omnibal.planner.packings import Packing
 from omnibal.profile.records import ModelProfile

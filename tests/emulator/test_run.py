@@ -14,7 +14,7 @@ from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
 from omnibal.errors import InfeasibleError
 from omnibal.pipeline.partition import Partition
-from omnibal.pipeline.spread import IMAGES
+from omnibal.pipeline.times import IMAGES
 from omnibal.plan import Plan
 from tests.clusters import on_cluster
 from tests.emulator.test_device import token_layer

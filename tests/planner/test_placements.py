@@ -15,7 +15,7 @@ from omnibal.memory.footprint import Footprint
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import one_f_one_b, zero_bubble
 from omnibal.pipeline.simulate import simulate_step
-from omnibal.pipeline.spread import IMAGES, split_profile
+from omnibal.pipeline.times import IMAGES, split_profile
 from omnibal.plan import Plan
 from omnibal.planner.packings import Packing, PlanRequest
 from omnibal.planner.search import placed_step, predict

@@ -18,7 +18,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.device import DEVICES, Device
 from omnibal.errors import ConfigError
 from omnibal.families import layer_records
-from omnibal.pipeline.spread import split_profile
+from omnibal.pipeline.times import split_profile
 from omnibal.planner.allocation import ModuleCost, allocate
 from omnibal.planner.packings import Packing, PlanRequest
 from omnibal.planner.search import placed_step

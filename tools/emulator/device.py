@@ -18,11 +18,9 @@ from numpy.typing import NDArray
 
 from omnibal.cost import FloatArray, Load
 from omnibal.errors import InfeasibleError, bytes_in_words
-from omnibal.memory.footprint import StageMemory
-from omnibal.memory.spread import SpreadFootprint
+from omnibal.memory.footprint import SpreadFootprint, StageMemory
 from omnibal.pipeline.schedule import Operation
-from omnibal.pipeline.spread import IMAGES, EncoderWork, Exchanges
-from omnibal.pipeline.times import numbered
+from omnibal.pipeline.times import IMAGES, EncoderWork, Exchanges, numbered
 from omnibal.profile.records import Level, every_layer
 from tools.emulator.run import EmulationTask, Entry, StepLog
 

@@ -34,7 +34,7 @@ from omnibal.engine.resolve import ResolvedRun
 from omnibal.errors import OmnibalError
 from omnibal.families.base import LayerRecord
 from omnibal.pipeline.schedule import Operation
-from omnibal.pipeline.spread import IMAGES
+from omnibal.pipeline.times import IMAGES
 from omnibal.vlm.payload import Payload, SentTensors, WeightGradients
 from tools.emulator.device import DOWN, UP, Clocks, EmulatedDevice
 from tools.emulator.run import FAILURE_FILE, SIZE_SCALE, TASK_FILE, DeviceReport, EmulationTask, StepLog, report_file

@@ -17,12 +17,11 @@ import numpy as np
 from omnibal.cluster import Layout
 from omnibal.cost import FloatArray, Load
 from omnibal.errors import ConfigError, OmnibalError
-from omnibal.memory.footprint import Footprint
-from omnibal.memory.spread import SpreadFootprint
+from omnibal.memory.footprint import Footprint, SpreadFootprint
 from omnibal.pipeline.partition import Partition, frozen_stages
 from omnibal.pipeline.schedule import Operation, Schedule, Table
 from omnibal.pipeline.simulate import Simulation, StepSimulation
-from omnibal.pipeline.spread import EncoderWork, language_partition, split_profile
+from omnibal.pipeline.times import EncoderWork, language_partition, split_profile
 from omnibal.plan import Plan
 from omnibal.processes import reason_of
 from omnibal.profile.records import ModelProfile
