@@ -58,7 +58,7 @@ class Load:
         target_tokens = llm_tokens if target_tokens is None else target_tokens
         given = (vision_units, llm_tokens, llm_tokens_squared, vision_squared, target_tokens, sound_units)
         columns = dict(zip(_SIZES, given, strict=True))
-        arrays = {name: _sizes(name, column) for name, column in columns.items()}
+        arrays = {name: finite_sizes(f"Load.{name}", column) for name, column in columns.items()}
         try:
             np.broadcast_shapes(*(array.shape for array in arrays.values()))
         except ValueError:
@@ -135,11 +135,12 @@ _SIZES = ("vision_units", "llm_tokens", "llm_tokens_squared", "vision_squared", 
 _COEFFICIENTS = ("fixed", *_SIZES)
 
 
-def _sizes(name: str, values: ArrayLike) -> FloatArray:
-    array = np.array(values, dtype=np.float64)
+def finite_sizes(name: str, values: ArrayLike) -> FloatArray:
+    """A copy in float64 of values that must be finite and not negative."""
+    array = np.array(values, dtype=np.float64, order="C")
     wrong = ~(np.isfinite(array) & (array >= 0))
     if wrong.any():
-        raise ConfigError(f"Load.{name} must be finite and not negative, got {array[wrong].flat[0]:g}")
+        raise ConfigError(f"{name} must be finite and not negative, got {array[wrong].flat[0]:g}")
     return array
 
 

@@ -109,10 +109,8 @@ def train(
     run = workspace.section.run
     checkpoints, tag = run.files.checkpoints, resume if isinstance(resume, str) else None
     with rank_zero_first(lambda: _claimed(run), doing="claims run.output"):
-        rank_zero_only(
-            lambda: _check_checkpoints(run, tag, resume=bool(resume), restart=restart),
-            doing="looks for checkpoints",
-        )
+        check = partial(_check_checkpoints, run, tag, resume=bool(resume), restart=restart)
+        rank_zero_only(check, doing="looks for checkpoints")
         engine = start(workspace, model, dataset, UserOptimizer(**others))
         del model  # its weights are copied
         if held_out is None and workspace.section.data.held_out:

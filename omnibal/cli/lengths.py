@@ -109,46 +109,47 @@ def lengths(
     Example: omnibal lengths runs/lengths --num-replicas 16 --limits 40,12288 --compare
     """
     kind = expect("source", source, ("ds_config", "dataset", "token lengths", "saved lengths"))
-    check_folder("out", out)
     fixed, of_data = read_limits(limits), {"model": model, "images": images, "max-tiles": max_tiles}
     if samples is not None and kind != "ds_config":
         raise ConfigError(f"source must be the run's ds_config to show --samples, got {source}")
     # Lengths come from a ds_config's workspace, from a dataset measured now, or from lists or a folder of lengths.
-    workspace = None
-    if kind == "ds_config":
+    workspace = open_workspace(source) if kind == "ds_config" else None
+    out = workspace.section.run.files.lengths if workspace is not None and out is None else out
+    check_folder("out", out)
+    if workspace is not None:
         refuse(of_data, "a ds_config names data and model")
-        workspace = open_workspace(source)
         if broken is not None:
             data = workspace.section.data.model_copy(update={"broken": broken})
             workspace.section = workspace.section.model_copy(update={"data": data})
         if not workspace.section.data.train:
             raise ConfigError(f"omnibal.data.train must name the data, got none in {source}")
-        out = out or workspace.section.run.files.lengths
-        check_folder("out", out)
         if samples is not None:
             _show(workspace, samples, as_json=as_json)
             return
         found, unit = workspace.found_lengths, workspace.vision_unit
     elif kind == "dataset":
-        # As a ds_config with this data and model would say it.
-        if out is None:
-            raise ConfigError(f"out must name a folder for the lengths, got none: {source} is no ds_config")
-        if model is None:
-            raise ConfigError(f"--model must name the model's folder, got nothing: {source} is a dataset")
         folder = None if images is None else str(images)
         data = DataSection(train=str(source), images=folder, max_tiles=max_tiles, broken=broken or "error")
-        measured = Workspace({}, OmnibalSection(model=ModelSection(path=str(model)), data=data))
-        found, unit = measured.measured_lengths(out), vision_unit_of(measured.records)
+        found, unit = _measured(data, model, out)
     else:
         refuse(of_data, f"{source} holds lengths")
         found = read_lengths([source], "source")
         unit = found.lengths.vision_unit
     if out is not None:
         found.lengths.save(out)
-        problems = [asdict(problem) for problem in found.problems]
-        (out / BROKEN_FILE).write_text(json.dumps(problems, indent=2, default=str) + "\n")
+        (out / BROKEN_FILE).write_text(json.dumps(list(map(asdict, found.problems)), indent=2, default=str) + "\n")
     task = _packing_of(workspace, found.lengths, fixed, (num_replicas, micro_batches), unit)
     _answer(task, found, out, compare=compare, as_json=as_json)
+
+
+def _measured(data: DataSection, model: Path | None, out: Path | None) -> tuple[FoundLengths, str]:
+    """Lengths and vision unit, as a ds_config with this data and model would say them."""
+    if out is None:
+        raise ConfigError(f"out must name a folder for the lengths, got none: {data.train} is no ds_config")
+    if model is None:
+        raise ConfigError(f"--model must name the model's folder, got nothing: {data.train} is a dataset")
+    measured = Workspace({}, OmnibalSection(model=ModelSection(path=str(model)), data=data))
+    return measured.measured_lengths(out), vision_unit_of(measured.records)
 
 
 def _show(workspace: Workspace, numbers: str, *, as_json: bool) -> None:

@@ -133,8 +133,7 @@ def plan(
     request = _request(workspace, from_run, read_limits(limits), num_stages, weighs=layout != "pipeline")
     weighed = None if layout == "pipeline" else weigh(workspace, request, layout)
     found = request if weighed is None else request_for_winner(workspace, request, weighed.answer)
-    layouts = {} if weighed is None else {"layouts": weighed.to_record()}
-    table = [] if weighed is None else weighed.parts()
+    layouts, table = ({}, []) if weighed is None else ({"layouts": weighed.to_record()}, weighed.parts())
     if isinstance(found, str):
         answer(layouts, *table, f"nothing is written: {found}", as_json=as_json)
         return

@@ -9,10 +9,10 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from omnibal.cluster import Layout, Precision
-from omnibal.config.section import LearningRates, OmnibalSection, RunSection
+from omnibal.config.section import LearningRates, OmnibalSection
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, choose_limits
-from omnibal.errors import ConfigError
+from omnibal.errors import ConfigError, integer
 from omnibal.families import load as load_family
 from omnibal.families.base import LayerRecord, check_frozen
 from omnibal.pipeline.partition import Partition, cut_parts
@@ -84,7 +84,9 @@ def read_config(config: str | Path | dict[str, Any]) -> tuple[dict[str, Any], Om
     if section.model.family is not None:
         load_family(section.model.family)
     section = _located(section, None if isinstance(config, dict) else Path(config).stem)
-    return _with_monitors(deepspeed_config, section.run), section
+    defaults = {"output_path": str(section.run.files.monitor), "job_name": section.run.files.folder.name}
+    on = {key: value for key in MONITORS if (value := deepspeed_config.get(key, {})).get("enabled", False)}
+    return deepspeed_config | {key: defaults | monitor for key, monitor in on.items()}, section
 
 
 def _located(section: OmnibalSection, name: str | None) -> OmnibalSection:
@@ -95,12 +97,6 @@ def _located(section: OmnibalSection, name: str | None) -> OmnibalSection:
     if pipeline.plan == "auto":
         pipeline = pipeline.model_copy(update={"plan": str(run.files.plan)})
     return section.model_copy(update={"run": run, "pipeline": pipeline})
-
-
-def _with_monitors(config: dict[str, Any], run: RunSection) -> dict[str, Any]:
-    defaults = {"output_path": str(run.files.monitor), "job_name": run.files.folder.name}
-    on = {key: config[key] for key in MONITORS if config.get(key, {}).get("enabled", False)}
-    return config | {key: defaults | monitor for key, monitor in on.items()}
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
@@ -324,14 +320,7 @@ def dtype_of(config: dict[str, Any]) -> Precision:
 def micro_batches_of(config: dict[str, Any], plan: Plan | None = None) -> int:
     """Micro-batches per step: the plan's, else ``gradient_accumulation_steps``, and 1 where that is left out."""
     micro_batches = config.get("gradient_accumulation_steps", "auto") if plan is None else plan.micro_batches
-    if micro_batches == "auto":
-        return 1
-    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ConfigError(
-            "gradient_accumulation_steps must be a positive integer (the micro-batches of a step), "
-            f"got {micro_batches!r}"
-        )
-    return micro_batches
+    return 1 if micro_batches == "auto" else integer("gradient_accumulation_steps", micro_batches, 1)
 
 
 def check_learning_rates(config: dict[str, Any], rates: LearningRates) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from pydantic import ValidationError
 
 from omnibal.errors import DataError, said
-from omnibal.records import Record, load_json, parse_json
+from omnibal.records import Record, explain, load_json, parse_json
 
 IntArray = npt.NDArray[np.integer[Any]]
 
@@ -365,9 +365,7 @@ def _read_record(path: Path) -> _LengthsRecord:
     try:
         return _LengthsRecord.model_validate_json(text)
     except ValidationError as error:
-        wrong = error.errors()[0]
-        key = ".".join(map(str, wrong["loc"]))
-        raise DataError(f"{path}: {key} must be as it was written, got: {wrong['msg']}; measure again") from error
+        raise DataError(f"{path.parent}: {explain(_LengthsRecord, error, path.name)}; measure again") from error
 
 
 def _map_column(path: Path, dtype: npt.DTypeLike) -> npt.NDArray[Any]:

@@ -149,7 +149,8 @@ class Mixture:
         for name in self.sources:
             if name not in names:
                 nearest = get_close_matches(name, names, n=1, cutoff=0.5)
-                remedy = f"did you mean {nearest[0]!r}?" if nearest else f"the sources are {_listed(names)}"
+                known = ", ".join(map(repr, names[:MOST_NAMED])) + (", …" if len(names) > MOST_NAMED else "")
+                remedy = f"did you mean {nearest[0]!r}?" if nearest else f"the sources are {known}"
                 raise ConfigError(f"mixture must name sources of the data, got {name!r}; {remedy}")
         for name in names:
             if name not in self.sources:
@@ -176,10 +177,6 @@ class Mixture:
         rows = np.ldexp(rows, -np.frexp(rows.max(axis=1, keepdims=True))[1])
         table: FloatArray = rows / rows.sum(axis=1, keepdims=True)
         return table
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:MOST_NAMED])) + (", …" if len(names) > MOST_NAMED else "")
 
 
 def _check(name: str, shares: Any) -> None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from omnibal.advise.models import Model, read_model
 from omnibal.advise.wait import sample_costs
 from omnibal.compiled import compiled
-from omnibal.cost import CostModel, FloatArray, IntArray, Load
+from omnibal.cost import CostModel, FloatArray, IntArray, Load, finite_sizes
 from omnibal.data.lengths import SampleLengths
 from omnibal.device import Device
 from omnibal.dispatch.one_cost import differencing, least_squares_within, longest_first, padded, padded_attention
@@ -122,12 +122,9 @@ def _limited(
 
 
 def _numbers(name: str, values: npt.ArrayLike, *, dimensions: tuple[int, ...]) -> FloatArray:
-    array = np.asarray(values, dtype=np.float64)
+    array = finite_sizes(name, values)
     if array.ndim not in dimensions:
         raise ConfigError(f"{name} must have {' or '.join(map(str, dimensions))} dimensions, got shape {array.shape}")
-    wrong = ~(np.isfinite(array) & (array >= 0))
-    if wrong.any():
-        raise ConfigError(f"{name} must be finite and not negative, got {array[wrong].flat[0]:g}")
     return array
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, TypeVar
 
-from omnibal.errors import ConfigError
+from omnibal.errors import ConfigError, integer
 
 if TYPE_CHECKING:
     from omnibal.families.parts import Cut
@@ -364,9 +364,7 @@ def size(config: Mapping[str, Any], key: str, *, default: int | None = None) -> 
         raise ConfigError(
             f"{key} must be given, got nothing; pass the full configuration, as config.to_dict() gives it"
         )
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{key} must be a positive integer, got {value!r}")
-    return value
+    return integer(key, value, 1)
 
 
 def size_pair(config: Mapping[str, Any], key: str) -> tuple[int, int]:

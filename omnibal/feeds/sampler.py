@@ -14,7 +14,7 @@ from omnibal.data.mixed_packs import Origin
 from omnibal.data.packing_spec import OF, PackingOptions, PackingSpec, Ranks, in_words
 from omnibal.data.packs import Packs
 from omnibal.errors import ConfigError, integer
-from omnibal.records import Record
+from omnibal.records import Record, explain
 
 VERSION: Final = 1  # of the form of saved positions
 OTHER_DATA: Final = "; other samples or shares make other draws: keep the weights, and begin anew without the state"
@@ -315,9 +315,7 @@ def _read_state(state: Any, made_from: Mapping[str, Any]) -> _State:
     try:
         read = _State.model_validate(dict(state))
     except ValidationError as error:
-        wrong = error.errors()[0]
-        key = ".".join(map(str, wrong["loc"]))
-        raise ConfigError(f"state must be as state_dict() gave it, got {key} that is not: {wrong['msg']}") from error
+        raise ConfigError(f"{explain(_State, error, 'state')}; pass it as state_dict() gave it") from error
     for name, value in made_from.items():
         saved = read.made_from.get(name)
         if saved != value:

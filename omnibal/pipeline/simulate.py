@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from omnibal.cluster import Layout, Links
-from omnibal.cost import FloatArray, Load
+from omnibal.cost import FloatArray, Load, finite_sizes
 from omnibal.errors import ConfigError
 from omnibal.pipeline.events import run_steps, run_table
 from omnibal.pipeline.partition import Partition, frozen_stages
@@ -366,10 +366,7 @@ def _refuse_deadlock(mode: Mode) -> NoReturn:
 
 
 def _seconds(name: str, values: ArrayLike, shape: tuple[int, int]) -> FloatArray:
-    seconds = np.ascontiguousarray(values, dtype=np.float64)
+    seconds = finite_sizes(name, values)
     if seconds.shape != shape:
         raise ConfigError(f"{name} must have the shape {shape} of the schedule, got {seconds.shape}")
-    wrong = ~(np.isfinite(seconds) & (seconds >= 0))
-    if wrong.any():
-        raise ConfigError(f"{name} must be finite and not negative, got {seconds[wrong][0]:g}")
     return seconds

@@ -68,7 +68,8 @@ class LayoutReport:
     def lines(self) -> list[str]:
         answer = self.answer
         found = [
-            f"{NAMES[each.kind]}: {KINDS[each.kind]}: {each.layout}, {_batches(each)} of a replica"
+            f"{NAMES[each.kind]}: {KINDS[each.kind]}: {each.layout}, "
+            f"{each.micro_batches:,} micro-batch{'es' * (each.micro_batches != 1)} of a replica"
             for each in answer.candidates
         ]
         found += [NONE_FITS] if answer.winner is None else self._winner_lines(answer.winner)
@@ -170,10 +171,6 @@ def _unhidden(found: WeighedLayout) -> float:
 
 def _rate(samples_per_second: float) -> str:
     return f"{samples_per_second:,.{0 if samples_per_second >= 1000 else 1}f}"
-
-
-def _batches(found: WeighedLayout) -> str:
-    return f"{found.micro_batches:,} micro-batch{'es' * (found.micro_batches != 1)}"
 
 
 def _runs(found: WeighedLayout) -> str:

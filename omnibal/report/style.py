@@ -216,13 +216,10 @@ def html_table(names: Sequence[str], rows: Sequence[Sequence[str]], *, marked: i
         mark = ' class="mark"' if number == marked else ""
         lines.append(f"<tr{mark}>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>")
     body = "\n".join(lines)
-    return _scrolled(f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>")
+    table = f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
+    return f'<div class="scroll">{table}</div>'
 
 
 def picture(path: Path, caption: str) -> str:
     text, source = escape(caption), f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
     return f'<figure><img alt="{text}" src="{source}"><figcaption>{text}</figcaption></figure>'
-
-
-def _scrolled(content: str) -> str:
-    return f'<div class="scroll">{content}</div>'

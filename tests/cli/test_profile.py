@@ -122,7 +122,7 @@ def test_a_place_that_cannot_be_written_is_named(omnibal, model, tmp_path):
 def test_a_wrong_model_is_named(omnibal, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "internvl", "vision_config": {"hidden_size": -1}}')
     result = omnibal("profile", tmp_path, tmp_path / "p.json", "--cluster", "a100", exit_code=2)
-    assert f"{tmp_path / 'config.json'}: hidden_size must be a positive integer, got -1" in result.stderr
+    assert f"{tmp_path / 'config.json'}: hidden_size must be at least 1, got -1" in result.stderr
 
 
 def test_a_folder_without_a_model_is_refused(omnibal, tmp_path):

@@ -145,7 +145,7 @@ def test_a_measured_profile_stays_while_its_device_does(ds_config, demo, tmp_pat
         ({"cluster": {"nodes": 2}}, "cluster.nodes must be a known key"),
         ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "zero_optimization.stage must be 0 or 1 with a pipeline"),
         ({"deepspeed": {"fp16": {"enabled": True}}}, "fp16.enabled must be false, got True"),
-        ({"deepspeed": {"gradient_accumulation_steps": 0}}, "gradient_accumulation_steps must be a positive integer"),
+        ({"deepspeed": {"gradient_accumulation_steps": 0}}, "gradient_accumulation_steps must be at least 1, got 0"),
         ({"deepspeed": {"bf16": True}}, "bf16 of a ds_config must be an object, got True"),
         ({"pipeline": {"num_stages": 3}}, "num_stages must divide the 4 devices, got 3"),
         ({"model": {"path": "nowhere"}}, "nowhere without config.json"),

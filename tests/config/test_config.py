@@ -201,7 +201,7 @@ def test_no_timer_waits_for_the_device_unless_told_to():
     [
         (ZERO_1 | {"train_micro_batch_size_per_gpu": 2}, "train_micro_batch_size_per_gpu must be 1"),
         (ZERO_1 | {"train_batch_size": 7}, "train_batch_size must be 3"),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be a positive integer"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be at least 1, got 0"),
         ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage must be 0 or 1 with a pipeline, got 2"),
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage must be 0 or 1 with a pipeline, got 3"),
         (

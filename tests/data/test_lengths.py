@@ -143,11 +143,11 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     ("change", "message"),
     [
         ({"columns": ["llm_tokens"]}, "must list columns of .* got ."),
-        ({"columns": 3}, "columns must be as it was written"),
+        ({"columns": 3}, "lengths.json.columns must be a valid array, got 3; measure again"),
         ({"columns": ["vision_units", "llm_tokens", "colour"]}, "must list columns of .*colour"),
-        ({"content_hash": None}, "content_hash must be as it was written"),
-        ({"summary": {"num_samples": 3}}, "summary.total_vision_units must be as it was written"),
-        ({"more": 1}, "more must be as it was written"),
+        ({"content_hash": None}, "content_hash must be a valid string, got None"),
+        ({"summary": {"num_samples": 3}}, "summary must have the key 'total_vision_units'"),
+        ({"more": 1}, "more must be a known key, got 'more'"),
     ],
 )
 def test_a_summary_that_is_not_what_was_written(tmp_path, change, message):

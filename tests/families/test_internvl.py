@@ -107,7 +107,7 @@ def test_internvl3_1b():
         ({"vision": {"image_size": 21}}, "sides divisible by 2, got 3 x 3"),
         ({"vision": {"image_size": [28, 56]}}, "square grid"),
         ({"vision": {"hidden_size": None}}, "hidden_size must be given, got nothing"),
-        ({"text": {"num_hidden_layers": 0}}, "num_hidden_layers must be a positive integer, got 0"),
+        ({"text": {"num_hidden_layers": 0}}, "num_hidden_layers must be at least 1, got 0"),
         ({"text": {"model_type": "gemma3"}}, "text_config.model_type must be one of llama, mistral, qwen2, qwen3"),
         ({"text_config": None}, "text_config must be a nested configuration"),
     ],
