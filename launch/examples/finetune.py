@@ -5,14 +5,18 @@ deepspeed launch/examples/finetune.py --model MODEL --data train.jsonl --output_
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForImageTextToText, HfArgumentParser, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from omnibal.formats.conversations import open_dataset
 from omnibal.integrations.transformers import balance
+
+pad = partial(pad_sequence, batch_first=True)
 
 
 @dataclass
@@ -21,6 +25,7 @@ class Job:
 
     model: str = field(metadata={"help": "A Hugging Face folder."})
     data: str = field(metadata={"help": "Conversations as JSON lines, or whatever else omnibal reads."})
+    held_out: str | None = field(default=None, metadata={"help": "More of these, for --eval_strategy."})
 
 
 def main(job: Job, args: TrainingArguments) -> None:
@@ -30,12 +35,20 @@ def main(job: Job, args: TrainingArguments) -> None:
     image_token = model.config.image_token_id
 
     def collate(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        (item,) = items  # balance asks for single samples and packs them
-        batch = {name: item[name][None] for name in ("input_ids", "labels")}
+        """A padded batch; balance asks for batches of one item and packs them, evaluation for whole batches."""
+        ids, labels = ([item[name] for item in items] for name in ("input_ids", "labels"))
+        batch = {"input_ids": pad(ids), "labels": pad(labels, padding_value=-100)}
+        batch["attention_mask"] = pad([torch.ones_like(row) for row in ids])
         batch["mm_token_type_ids"] = (batch["input_ids"] == image_token).long()  # Qwen's positions follow from it
-        return batch | {name: item[name] for name in ("pixel_values", "image_grid_thw") if item.get(name) is not None}
+        for name in ("pixel_values", "image_grid_thw"):
+            if images := [item[name] for item in items if item.get(name) is not None]:
+                batch[name] = torch.cat(images)
+        return batch
 
-    trainer = Trainer(model, args, train_dataset=open_dataset(job.data, job.model), data_collator=collate)
+    data = {"train_dataset": open_dataset(job.data, job.model)}
+    if job.held_out:
+        data["eval_dataset"] = open_dataset(job.held_out, job.model)
+    trainer = Trainer(model, args, data_collator=collate, **data)
     balance(trainer)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(args.output_dir))
     trainer.save_model()

@@ -28,6 +28,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.demo import write_demo
 from omnibal.errors import ConfigError, DataError
+from omnibal.formats.conversations import open_dataset
 from omnibal.integrations.lengths import samples_to_check
 from omnibal.integrations.loops import balanced_loader, item_loads
 from omnibal.packs.loading import PackSampler
@@ -268,10 +269,27 @@ def test_the_page_for_beginners_trains_and_goes_on(family, tmp_path, monkeypatch
         save_folder(family, folder, demo.model, weights=True)
     settings = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_steps": 1, "logging_steps": 1}
     settings |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    settings |= {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 20}
     for max_steps in (2, 3):
         args = TrainingArguments(str(tmp_path / "out"), max_steps=max_steps, **settings)
-        example.main(example.Job(str(folder), str(demo.meta)), args)
+        example.main(example.Job(str(folder), str(demo.meta), str(demo.held_out_meta)), args)
         assert "samples in packs of at most" in capsys.readouterr().out
     state = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())
     assert [row["step"] for row in state["log_history"] if "loss" in row] == [1, 2, 3]
-    assert (tmp_path / "out" / "model.safetensors").is_file()
+    # The collator pads held-out samples: their loss is that of each sample alone.
+    *_, found = (row["eval_loss"] for row in state["log_history"] if "eval_loss" in row)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").eval()
+    assert found == pytest.approx(loss_of_each(model, open_dataset(demo.held_out_meta, folder)), rel=1e-4)
+
+
+@torch.no_grad()
+def loss_of_each(model, dataset):
+    """The mean loss of all target tokens, samples one by one."""
+    losses, targets = 0.0, 0
+    for item in map(dataset.__getitem__, range(len(dataset))):
+        fields = {name: item[name][None] for name in ("input_ids", "labels")}
+        fields |= {name: item[name] for name in ("pixel_values", "image_grid_thw") if item.get(name) is not None}
+        fields["mm_token_type_ids"] = (fields["input_ids"] == model.config.image_token_id).long()
+        count = int((fields["labels"][:, 1:] != -100).sum())
+        losses, targets = losses + float(model(**fields).loss) * count, targets + count
+    return losses / targets
