@@ -37,8 +37,8 @@ SHARING_LESS: Final[dict[Sharding, Sharding]] = {"fsdp": "zero2", "zero3": "zero
 PADDED: Final[tuple[Batching, ...]] = ("random", "group_by_length", "batch_rebalance")
 # Ways to batch that trainers offer: the name of the change, and what becomes of batches.
 BATCHINGS: Final[dict[Batching, tuple[str, str]]] = {
-    "group_by_length": ("group_by_length", "batches of samples of like length"),
-    "batch_rebalance": ("batch_rebalance", "batches that cost about the same, of fewer samples where these are long"),
+    "group_by_length": ("group_by_length", "batches of samples of similar length"),
+    "batch_rebalance": ("batch_rebalance", "batches of equal cost: fewer samples where they are long"),
     "flattened": ("padding_free", "the same batches without their padding"),
     "packed": ("neat_packing", "packs of random samples"),
 }
@@ -210,15 +210,17 @@ def _packs(now: Estimate, settled: Estimate) -> tuple[_Search, Speedup | None]:
     if settled.recipe.batching in PADDED:
         flattened = scenario.estimate(replace(recipe, batching="flattened"))
         # Need not fit: the line tells packing from balance, and nobody is advised to stop there.
-        detail, gain = f"{recipe.batch_text}, without padding", Speedup.of(search.current, flattened)
+        instead = BATCHINGS.get(settled.recipe.batching)
+        detail = f"random {recipe.batch_text}, without padding" + (f", in place of {instead[0]}" if instead else "")
+        gain = Speedup.of(search.current, flattened)
         search.offer(TriedChange("packing", detail, gain, flattened), belongs=True)
     packs = count_of(balanced.recipe.micro_batches, "pack")
-    detail = f"the same samples in {packs} of a rank that take equally long"
+    detail = f"the same samples in packs that take equally long, {packs} per rank and step"
     search.offer(_change("balance", detail, search.current, balanced), belongs=True)
     larger = _best_packs(scenario, balanced.recipe)  # fewer packs pay where ranks mostly gather parameters
     if larger is not None and larger.recipe != balanced.recipe:
         packs = count_of(larger.recipe.micro_batches, "pack" if search.current is balanced else "even pack")
-        search.offer(_change("limits", f"{packs} of a rank in a step", search.current, larger))
+        search.offer(_change("limits", f"{packs} per rank and step", search.current, larger))
     search.offer(_recompute(search.current))
     search.offer(_sharing_less(search.current))
     gain = Speedup.of(settled, search.current, changes=sum(change.brings for change in search.changes))
@@ -236,7 +238,7 @@ def _change(name: str, detail: str, before: Estimate, after: Estimate) -> TriedC
 
 def _head(now: Estimate) -> TriedChange:
     spared = now.scenario.estimate(replace(now.recipe, target_rows=True))
-    return _change("head", "head and loss on the rows that predict a target alone", now, spared)
+    return _change("head", "logits and loss only for tokens that predict a target", now, spared)
 
 
 def _batched(current: Estimate, batching: Batching) -> TriedChange:
@@ -265,7 +267,7 @@ def _random_packs(current: Estimate, name: str, detail: str) -> TriedChange:
         if abs(found.samples_per_step / wanted - 1) <= SAME_STEP:
             break
         tokens = min(max(round(tokens * wanted / found.samples_per_step), longest), MOST)
-    detail = f"{detail} of {tokens:,} tokens, {count} a rank and step"
+    detail = f"{detail} of {tokens:,} tokens, {count} per rank and step"
     if abs(found.samples_per_step / wanted - 1) > SAME_STEP:
         return TriedChange(
             name, f"{detail}: {found.samples_per_step:,.0f} samples a step, which no size makes {wanted:,}"
@@ -294,7 +296,7 @@ def _recompute(current: Estimate) -> TriedChange | None:
         found = _fastest(scenario, _batch_sizes(recipe), recipe) or found
     detail = "gradient checkpointing off"
     if found.recipe.micro_batches != recipe.micro_batches:
-        packs = f"{count_of(found.recipe.micro_batches, 'pack')} of a rank"
+        packs = f"{count_of(found.recipe.micro_batches, 'pack')} per rank and step"
         detail += f", in {packs if is_even else found.recipe.batch_text}"
     return _change("recompute", detail, current, found)
 

@@ -53,7 +53,7 @@ class Recipe:
 
     @property
     def batch_text(self) -> str:
-        return f"batches of {self.batch}, {self.micro_batches} a rank and step"
+        return f"batches of {self.batch}, {self.micro_batches} of them per rank and step"
 
     @property
     def text(self) -> str:
@@ -64,7 +64,7 @@ class Recipe:
             "flattened": f"flattened batches of {self.batch}", "packed": "random packs", "even": "even packs",
         }[self.batching]  # fmt: skip
         again = "recomputing" if self.recompute != "none" else "nothing recomputed"
-        return f"{self.sharding}, {batches}, {self.micro_batches} a rank and step, {again}"
+        return f"{self.sharding}, {batches}, {self.micro_batches} of them per rank and step, {again}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,40 +32,45 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GainOverPresent:
+    planned: float  # samples a second of the plan
     cheapest: Way  # what a trainer's settings alone bring
-    # Samples a second of the present configuration and of the plan, on the same samples; None if the former is none.
-    present: float | None = None
-    planned: float | None = None
+    present: float | None = None  # samples a second of the present configuration; None if it cannot train
     problem: str = ""  # why the present configuration cannot train, or what it lacks
 
     @classmethod
     def of(cls, workspace: Workspace, plan: Plan) -> GainOverPresent:
         assert plan.predicted is not None, "a made plan is predicted"
+        planned = plan.predicted.samples_per_step / plan.predicted.step_seconds
         cheapest = cheapest_way(workspace, plan.known_cluster, plan.predicted.samples_per_step)
         try:
             present = present_plan(workspace)
         except ConfigError as error:
-            return cls(cheapest, problem=str(error))
+            return cls(planned, cheapest, problem=str(error))
         memory = present.memory(workspace.profile, largest_load(workspace.lengths, present.limits))
         problem = _overflow(memory, present.known_cluster.stage_memory_bytes(present.layout))
-        return cls(cheapest, rate_of(workspace, present), rate_of(workspace, plan), problem)
+        is_followed = _run_by(present) == _run_by(plan)  # the plan that training follows was found again
+        return cls(planned, cheapest, planned if is_followed else rate_of(workspace, present), problem)
 
     def to_record(self) -> dict[str, Any]:
         return {
             "present_samples_per_second": self.present,
-            "gain": self.planned / self.present if self.planned and self.present else None,
+            "gain": self.planned / self.present if self.present else None,
             "problem": self.problem,
             "settings_samples_per_second": self.cheapest.samples_per_second,
         }
 
-    def over(self, samples_per_second: float) -> str:
-        """The gain of a plan that is predicted to train so many samples a second, in words."""
+    def __str__(self) -> str:
         settings = replace(self.cheapest, name=TRAINER)  # which ones, says --explain
-        if self.planned is None:
-            gain = gain_over(samples_per_second, [settings])
-            return f"{gain}; the present configuration cannot train here: {self.problem}"
-        name = "the present configuration" + (f", which {self.problem}" if self.problem else "")
-        return gain_over(self.planned, [Way(name, self.present), settings])
+        name = "the present configuration"
+        if self.present is None:
+            return f"{gain_over(self.planned, [settings])}; {name} cannot train here: {self.problem}"
+        present = Way(name + (f", which {self.problem}" if self.problem else ""), self.present)
+        return gain_over(self.planned, [settings, present])
+
+
+def _run_by(plan: Plan) -> Plan:
+    """What a run does under a plan, without how it was found."""
+    return replace(plan, predicted=None, made_from={})
 
 
 def _overflow(memory: Sequence[StageMemory], budgets: Sequence[int]) -> str:
@@ -122,11 +127,11 @@ class PlanReport:
         )
         recomputed = sum(level != "none" for level in plan.recompute)
         rows = {
-            "gain": self.gain.over(rate),
+            "gain": str(self.gain),
             "step": f"{duration(predicted.step_seconds)} for {samples:,.0f} samples, {rate:,.1f} samples/s; stages "
             f"are idle {predicted.bubble_ratio:.1%} of the time",
-            "layout": f"{plan.layout} of {plan.known_cluster}, {plan.schedule}; {plan.micro_batches} packs a replica "
-            f"of at most {limits.vision_units:,} {unit} and {limits.llm_tokens:,} LLM tokens",
+            "layout": f"{plan.layout} of {plan.known_cluster}, {plan.schedule}; {plan.micro_batches} packs per replica "
+            f"and step, each of at most {limits.vision_units:,} {unit} and {limits.llm_tokens:,} LLM tokens",
             "memory": f"the fullest device holds {bytes_in_words(held)}, {bytes_in_words(budget)} are allowed; "
             f"{recomputed} of {len(plan.recompute)} layers recompute",
             "written": f"{self.out}; {self._followed()}",
@@ -153,7 +158,7 @@ class PlanReport:
             return f"training refuses it: {self.refused}; change {source}"
         if self.workspace.replaces:
             return f"deepspeed launch/train.py --deepspeed_config {source} follows it"
-        return f"training follows {self.workspace.followed_plan or 'no plan'}; --write makes it follow this one"
+        return f"training follows {self.workspace.followed_plan or 'no plan'}; with --write it follows this one"
 
     def _other_step(self, samples_per_step: float) -> str:
         """Why a step has other samples than were asked for, if it has."""

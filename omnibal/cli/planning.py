@@ -231,7 +231,7 @@ def weigh(workspace: Workspace, request: PlanRequest, choice: LayoutChoice) -> L
     def profiles(encoder: int, language: int) -> ModelProfile:
         # A plan is asked for, and the engine runs no others.
         if choice in ("spread", "units") and (encoder, language) != (1, 1):
-            raise ConfigError(f"{choice} with tensor ranks, which do not run yet")
+            raise ConfigError(f"{choice} with tensor ranks, which omnibal cannot train")
         if not is_counted:
             raise ConfigError(MEASURED)
         return analytic_profile(
@@ -253,7 +253,7 @@ def request_for_winner(workspace: Workspace, asked: PlanRequest, answer: LayoutA
     """What to ask of a plan of the layout that won; or in words why none is made."""
     winner, today = answer.winner, answer.winner_today
     if today is None:
-        return "none of these layouts runs today; `--layout pipeline` plans a pipeline"
+        return "omnibal trains none of these layouts; `--layout pipeline` plans a pipeline"
     found = winner if winner is not None and winner.runs_today else today
     if found.plan is None:
         return "what wins needs no pipeline; `omnibal advise --layouts` has the lines for your trainer"
@@ -262,7 +262,7 @@ def request_for_winner(workspace: Workspace, asked: PlanRequest, answer: LayoutA
         return f'set "num_tensor": {layout.num_tensor} in "pipeline" of the ds_config, and plan again'
     if found is not winner:
         choice = "pipeline" if found.kind == "tensor" else found.kind
-        return f"the winner does not run today; `--layout {choice}` plans what does"
+        return f"omnibal cannot train the winner; `--layout {choice}` plans what does"
     # Of pipelines all numbers of stages are searched again; of units, those of the encoder's devices that won.
     stages = layout.num_stages if layout.has_units else asked.num_stages
     return replace(asked, encoder=layout.encoder, num_stages=stages)

@@ -60,18 +60,23 @@ class Report:
 
     @cached_property
     def headline(self) -> str:
-        """The answer: what is gained over the best settings and over today, and the memory that it takes."""
+        """The answer: what is gained over the best settings and over today."""
         advice = self.advice
         if not advice.adopted:
             return f"leave it as it is: nothing brings more than the estimate's error; {self._over_settings}"
         if advice.beyond.factor == 1:
-            found = f"{BEST} (steps 0) over today: {advice.settings}x; {self._over_settings}"
-        elif advice.settled is advice.today:
-            found = f"omnibal over today: {advice.whole}x"
-        else:
-            found = f"omnibal over {BEST}: {advice.beyond}x, over today {advice.whole}x"
-        now, then = (f"{estimate.peaks[0] / GIB:.1f}" for estimate in (advice.today, advice.after))
-        return f"{found}; memory of the fullest rank {now} → {then} of {self._budget:.1f} GiB; paste the last lines"
+            return f"{BEST} (lines 0) over today: {advice.settings}x; {self._over_settings}"
+        if advice.settled is advice.today:
+            return f"omnibal over today: {advice.whole}x"
+        return f"omnibal over {BEST}: {advice.beyond}x; over today: {advice.whole}x"
+
+    @property
+    def _memory(self) -> list[str]:
+        """What the fullest rank holds, today and with the advice."""
+        if not self.advice.adopted:
+            return []
+        now, then = (f"{estimate.peaks[0] / GIB:.1f}" for estimate in (self.advice.today, self.advice.after))
+        return [f"memory of the fullest GPU: {now} GiB today, {then} GiB then, of {self._budget:.1f}"]
 
     @property
     def _over_settings(self) -> str:
@@ -92,8 +97,9 @@ class Report:
             *([asked.measured.images] if asked.measured.images else []),
             self._optimizer(),
         ]
-        how = "counted" if asked.costs is None else f"by costs measured on {asked.costs.devices}"
-        found = [self.headline, f"{how} for {'; '.join(assumed)}", f"data: {asked.measured.said}{self._few()}"]
+        how = "computed" if asked.costs is None else f"computed from costs measured on {asked.costs.devices}"
+        found = [self.headline, f"{how} for {'; '.join(assumed)}", *self._memory]
+        found.append(f"data: {asked.measured.said}{self._few()}")
         for name, keys in (("read", asked.present.said), ("not read", asked.present.unread)):
             if keys:
                 found.append(f"{name}: {', '.join(f'{key} {value}' for key, value in keys.items())}")
@@ -102,9 +108,9 @@ class Report:
         if (lacks := today.peaks[0] / GIB - self._budget) > 0:
             fits = f"; it would fit with {', or '.join(advice.fitting)}" if advice.fitting else ""
             found.append(f"memory: today's fullest micro-batch lacks {lacks:.1f} GiB and would end the run{fits}")
-        shares = ", ".join(f"{cause} {share:.0%}" for cause, share in today.shares.items())
-        found.append(f"today: {today.samples_per_second:,.1f} samples/s, of their time {shares}")
-        found.append("changes, each on top of those above; 0 are your trainer's settings; factors multiply to line 1")
+        shares = ", ".join(f"{share:.0%} {cause}" for cause, share in today.shares.items())
+        found.append(f"today: {today.samples_per_second:,.1f} samples/s; time of the GPUs: {shares}")
+        found.append("changes, each on top of the lines above it; 0: your trainer's settings; 1, 2, ...: with packs")
         # Changes that are parts of packs say nothing by themselves if packs as a whole bring nothing.
         own = [change for change in advice.changes if not change.is_setting and advice.takes_packs]
         found += [f"0. {self._said(change)}" for change in advice.changes if change.is_setting]
@@ -213,7 +219,7 @@ class Report:
         frames = frames_that_fit(asked.model, asked.measured, limits) if asked.measured.videos else ""
         return (
             f"limits: packs of at most {limits.vision_units:,} {asked.model.units} and {limits.llm_tokens:,} LLM "
-            f"tokens, {per_pack:.1f} samples each; {count_of(packs, 'pack')} a rank and step: "
+            f"tokens, {per_pack:.1f} samples each; {count_of(packs, 'pack')} per rank and step: "
             f"{proposal.samples_per_step:,.0f} samples a step ({today:,.0f} today{why}); {fit}"
             + (f"; {frames}" if frames else "")
         )
@@ -224,8 +230,9 @@ class Report:
         if not change.brings:
             # The drop-in makes these together, so each counts even where it brings nothing alone.
             if not change.is_setting and change.name in ("head", "packing", "balance"):
-                return f"{change.name}: {change.gain}x ({change.detail}; counts, since packs need it)"
-            return f"{change.name}: left out, {change.gain}x brings nothing ({change.detail})"
+                return f"{change.name}: {change.gain}x ({change.detail}; part of packs, so it counts)"
+            small = "is slower" if change.gain.factor + change.gain.error < 1 else "is within the error"
+            return f"{change.name}: left out, {change.gain}x {small} ({change.detail})"
         instead = "; packs take its place" if change in self.advice.replaced else ""
         return f"{change.name}: {change.gain}x ({change.detail}{instead})"
 

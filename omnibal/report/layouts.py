@@ -83,25 +83,23 @@ class LayoutReport:
         fastest = answer.candidates[0]
         if (other := self._openly(winner)) is not winner:
             own = _rate(_unhidden(winner))
-            found.append(
-                f"with no communication hidden: {NAMES[other.kind]} {_rate(_unhidden(other))}, the winner {own}"
-            )
+            found.append(f"without overlap: {NAMES[other.kind]} {_rate(_unhidden(other))}, the winner {own}")
         equals = [each for each in answer.candidates if each is not winner and answer.equals(fastest, each)]
         if equals:
             names = ", ".join(f"{NAMES[each.kind]} {_rate(each.samples_per_second)}" for each in equals)
             found.append(f"equal within {EQUAL:.0%}: take the simplest, which is the winner; {names}")
-        today, best = answer.winner_today, "best that runs today"
+        today, best = answer.winner_today, "best that omnibal trains"
         if self.runner_up is not None:
             name = f"runner-up, and {best}" if today is self.runner_up else "runner-up"
             found.append(f"{name}: {_compared(winner, self.runner_up)}")
         if today is None:
-            found.append("runs today: none of these")
+            found.append("omnibal trains none of these")
         elif today is not winner and today is not self.runner_up:
             found.append(f"{best}: {_compared(winner, today)}")
         ways = [] if self.today is None else [Way("today", self.today)]
         ways += [] if self.best is None else [self.best]
         if today is not None and ways:
-            found.append(f"gain of {NAMES[today.kind]}, which runs: {gain_over(today.samples_per_second, ways)}")
+            found.append(f"gain of {NAMES[today.kind]}: {gain_over(today.samples_per_second, ways)}")
         return found
 
     def to_record(self) -> dict[str, Any]:
@@ -127,8 +125,8 @@ class LayoutReport:
 
     def rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         heads = (
-            "", "samples\n/s", "none\nhidden", "times\ntoday", "peak\nGiB", "runs\ntoday", "useful", "waits",
-            "re-\ncompute", "sent",
+            "", "samples\n/s", "without\noverlap", "times\ntoday", "peak\nGiB", "can\ntrain", "useful", "waits",
+            "re-\ncompute", "sends",
         )  # fmt: skip
         return heads, [
             (
@@ -174,7 +172,7 @@ def _rate(samples_per_second: float) -> str:
 
 
 def _runs(found: WeighedLayout) -> str:
-    return f"runs today: {'yes' if found.runs_today else 'no'}"
+    return "omnibal trains it" if found.runs_today else "omnibal cannot train it"
 
 
 def _lacking(missing: int) -> str:

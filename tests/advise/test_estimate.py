@@ -153,7 +153,7 @@ def test_fewer_packs_pay_where_ranks_mostly_gather_parameters():
     by_name = changes_of(advice)
     assert advice.today.shares["communication"] > 0.4
     batch = changes_of(advice, is_setting=True)["batch"]
-    assert (batch.brings, batch.detail) == (True, "batches of 4, 2 a rank and step")
+    assert (batch.brings, batch.detail) == (True, "batches of 4, 2 of them per rank and step")
     assert by_name["packing"].brings
     assert advice.beyond.factor < advice.settings.factor
     assert (advice.after.recipe.batching, advice.after.recipe.micro_batches) == ("even", 2)

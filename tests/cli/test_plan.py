@@ -165,7 +165,7 @@ def test_wrong_options(refusal, arguments, options, message):
 
 def test_layouts_keep_to_the_ds_configs_number_of_stages(omnibal, ds_config, tmp_path):
     lines = omnibal("plan", ds_config(), "--layout", "spread", "--write").stdout.splitlines()
-    assert any(line.startswith("winner: the ViT on all devices") and "runs today: yes" in line for line in lines)
+    assert any(line.startswith("winner: the ViT on all devices") and "omnibal trains it" in line for line in lines)
     assert "not weighed: pipelines of other than the 2 stages that omnibal.pipeline.num_stages says" in lines
     assert Plan.load(tmp_path / "run" / "plan.json").layout.num_stages == 2
 
@@ -237,9 +237,10 @@ def test_a_ds_config_needs_nothing_more(omnibal, ds_config, tmp_path, recompute)
     planned, cheapest = record["gain"] * present, record["settings_samples_per_second"]
     # Both are counted for the same samples and layers: a pipeline is beside what needs no pipeline.
     assert (
-        f"gain {record['gain']:.2f}x the {present:,.1f} samples/s of the present configuration, "
-        f"{planned / cheapest:.2f}x the {cheapest:,.1f} samples/s of ZeRO with a trainer's own settings step"
+        f"gain {planned / cheapest:.2f}x the {cheapest:,.1f} samples/s of ZeRO with a trainer's own settings, "
+        f"{record['gain']:.2f}x the {present:,.1f} samples/s of the present configuration step"
     ) in text
+    assert f" samples, {planned:,.1f} samples/s; stages are idle" in text  # the step's rate is the one compared
     for word in ("layout 4 stages", "the fullest device holds ", "layers recompute", f"written {tmp_path}"):
         assert word in text, word
     names = [line.split()[0] for line in omnibal("plan", config).stdout.splitlines()]
@@ -367,7 +368,7 @@ def test_where_units_win_they_are_planned_and_entered(omnibal, ds_config, tmp_pa
     config = ds_config(pipeline={"num_stages": "auto"}, cluster="3xA100-80GB")
     record = json.loads(omnibal("plan", config, "--layout", "units", "--write", "--json").stdout)
     assert record["layouts"]["winner"] == "units" and record["layouts"]["candidates"][0]["runs_today"]
-    assert "not weighed: " not in str(record) and "tensor ranks, which do not run" in str(record["layouts"])
+    assert "not weighed: " not in str(record) and "tensor ranks, which omnibal cannot train" in str(record["layouts"])
     plan = Plan.load(tmp_path / "run" / "plan.json")
     assert plan.layout.has_units and plan.layout.num_devices == 3
     workspace = Workspace.read(config)
@@ -420,7 +421,7 @@ def test_what_ifs_leave_the_plan_and_the_profile_that_a_run_follows(omnibal, ds_
     what_if = ("--cluster", "2x8xH100-80GB")
     result = omnibal("plan", config, *what_if)
     assert (
-        f"written {run}/what-if/plan.json; training follows {run}/plan.json; --write makes it follow this one"
+        f"written {run}/what-if/plan.json; training follows {run}/plan.json; with --write it follows this one"
     ) in " ".join(result.stdout.split())
     assert Plan.load(run / "what-if" / "plan.json").cluster == Cluster.parse("2x8xH100-80GB")
     asked = Plan.load(run / "plan.json").predicted.samples_per_step

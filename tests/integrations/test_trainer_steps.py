@@ -102,7 +102,7 @@ def test_the_line_says_what_was_asked_and_what_a_step_holds():
     small = PackLimits(3, 1200)
     sampler = PackSampler(LENGTHS, small, rank=0, num_replicas=4, micro_batches=2)
     line = describe(sampler, small, None, "ddp", AskedSteps(64, 4, 4, 2.0))
-    assert f" {len(small.oversized(LENGTHS))} samples exceed these limits, each is alone in one\n" in line
+    assert f" {len(small.oversized(LENGTHS))} samples exceed these limits, each gets a pack of its own\n" in line
     assert f"as near as packs come: {2 * sampler.num_steps} optimizer steps in all instead of 126" in line
 
 

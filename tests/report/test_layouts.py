@@ -44,10 +44,10 @@ REPORT = LayoutReport(ANSWER, SCENARIO, 10.0)
 
 def test_lines_say_winner_runner_up_and_why():
     assert REPORT.lines()[3:] == [
-        "winner: ViT and LLM on devices of their own (DistTrain), 20.0 samples/s; runs today: no",
-        "runner-up, and best that runs today: one pipeline through ViT and LLM (OmniBal), 16.0 samples/s "
-        "(0.80 ×); runs today: yes",
-        "gain of pipeline, which runs: 1.60x the 10.0 samples/s of today",
+        "winner: ViT and LLM on devices of their own (DistTrain), 20.0 samples/s; omnibal cannot train it",
+        "runner-up, and best that omnibal trains: one pipeline through ViT and LLM (OmniBal), 16.0 samples/s "
+        "(0.80 ×); omnibal trains it",
+        "gain of pipeline: 1.60x the 10.0 samples/s of today",
         "cannot be: the ViT on all devices, the LLM in a pipeline: the fullest device lacks 3.00 GiB at least",
         "cannot be: one pipeline with tensor ranks in its stages: these devices, costs and samples of a step have no "
         "such layout",
@@ -59,21 +59,21 @@ def test_lines_say_winner_runner_up_and_why():
 def test_the_simplest_of_equals_wins_and_the_lines_say_so():
     close = LayoutAnswer((candidate("units", 10.2, useful=1.0), candidate("zero", 10.0, 9.0, useful=1.0)), {})
     lines = LayoutReport(close, SCENARIO).lines()
-    assert "winner: ZeRO with even packs, 10.0 samples/s; runs today: yes" in lines
+    assert "winner: ZeRO with even packs, 10.0 samples/s; omnibal trains it" in lines
     assert "equal within 3%: take the simplest, which is the winner; units 10.2" in lines
     assert not any(line.startswith(("best of those", "cannot", "today's")) for line in lines)
 
 
 def test_a_winner_by_hidden_communication_is_said_to_be_one():
     hidden = LayoutAnswer((candidate("zero", 20.0, 12.0, useful=1.0), UNITS, PIPELINE), {})
-    assert "with no communication hidden: units 20.0, the winner 12.0" in LayoutReport(hidden, SCENARIO).lines()
+    assert "without overlap: units 20.0, the winner 12.0" in LayoutReport(hidden, SCENARIO).lines()
     assert LayoutReport(hidden, SCENARIO).to_record()["winner_unhidden"] == "units"
     assert REPORT.to_record()["winner_unhidden"] == "units"
 
 
 def test_where_nothing_runs_today_it_is_said():
     lines = LayoutReport(LayoutAnswer((UNITS,), {"zero": GIB}), SCENARIO).lines()
-    assert "runs today: none of these" in lines
+    assert "omnibal trains none of these" in lines
     assert not any(line.startswith("runner-up") for line in lines)
 
 

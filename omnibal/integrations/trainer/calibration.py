@@ -186,7 +186,8 @@ class CalibratesCosts(TrainerCallback):  # type: ignore[misc]
             return
         told = (
             f"omnibal: steps {WARM_UP + 1} to {STEPS} measured: {found}; promised {self._promise(before).whole:.2f}x "
-            f"the samples a second of random batches, {self._source}; now {self._promise(now).whole:.2f}x, measured"
+            f"the samples a second of random batches, {self._source}; now {self._promise(now).whole:.2f}x, by the "
+            "measured costs"
         )
         path = Path(str(args.output_dir)) / FILE
         try:

@@ -220,7 +220,7 @@ def describe(
         f"omnibal: {len(lengths)} samples in {'padded batches' if padded else 'packs'} of at most "
         f"{limits.vision_units} {lengths.vision_unit} and {limits.llm_tokens} tokens{sounds}, "
         f"{samples_per_pack(sampler):.1f} samples each",
-        *([f"{alone} samples exceed these limits, each is alone in one"] if alone else []),
+        *([f"{alone} samples exceed these limits, each gets a pack of its own"] if alone else []),
         *notes,
         asked_steps.told(sampler),
         *([", ".join(waits)] if waits else []),
