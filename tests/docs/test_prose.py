@@ -49,6 +49,30 @@ def test_messages_say_what_they_name():
     assert found == {}
 
 
+def messages_in(code):
+    """Texts of a module, with an ellipsis for what is filled in."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_messages_on_the_page_are_those_of_the_code():
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    section = re.search(r"\n## Messages of `balance`\n.*?(?=\n## )", page, re.DOTALL)[0]
+    rows = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    told = [message for row in rows for message in re.findall(r"`(.+?)`", row)]
+    known = {text for path in (ROOT / "omnibal").rglob("*.py") for text in messages_in(path.read_text())}
+    patterns = {message: ".*?".join(map(re.escape, message.split("…"))) for message in told}
+    assert len(told) > 20
+    assert [message for message in told if not any(re.search(patterns[message], text) for text in known)] == []
+
+
+def test_texts_of_code_are_found_with_gaps():
+    assert [*messages_in("print(f'{n} samples ' 'exceed', 'a')")][:2] == ["… samples exceed", "a"]
+
+
 def test_sentences_are_found_as_they_stand(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# A\n\nOne `two three` [four](five six). Seven.\n\n    code of many words\n\n- a\n- b; c\n")
