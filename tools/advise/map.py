@@ -22,6 +22,7 @@ MEAN_TILES, TEXT, TOKENS_PER_TILE = 6, 150, 256
 BATCH = 4
 ACCUMULATIONS = (1, 8)
 SAMPLES, COLOURS = 20_000, 48
+LIGHT_ON_DARK = 1.7  # gains whose field is so dark that figures are white
 
 
 def lengths(spread: float) -> SampleLengths:
@@ -59,7 +60,8 @@ def main() -> None:
                 print(trainer, accumulation, found.round(2).tolist(), flush=True)
                 axes.imshow(found, origin="lower", aspect="auto", cmap="YlGn", vmin=1, vmax=2.2)
                 for (y, x), gain in np.ndenumerate(found):
-                    axes.text(x, y, f"{gain:.2f}", ha="center", va="center", fontsize=8)
+                    colour = "white" if gain > LIGHT_ON_DARK else "black"
+                    axes.text(x, y, f"{gain:.2f}", ha="center", va="center", fontsize=8, color=colour)
                 axes.grid(visible=False)
                 axes.set_title(f"{title}, accumulation {accumulation}", loc="left", fontsize=9)
                 axes.set_xticks(range(len(RANKS)), [f"{ranks}" for ranks in RANKS])
