@@ -99,6 +99,8 @@ class TrainingPrecision:
     """Bytes of a number that the optimizer keeps, where the optimizer does not say."""
     weight_bits: int = 16  # bits of frozen weights in the language model's blocks
     fused_loss: bool = False  # whether the loss never has the logits of all tokens (Liger's kernels)
+    autocast: bool = False
+    """Whether weights and gradients are in float32, and layers compute with 16-bit copies of the weights."""
 
     def kept(self, sharding: Sharding, kind: str = "decoder_block") -> tuple[float, float]:
         """Bytes per trained parameter of a layer of some kind: optimizer state, and float32 copy of a 16-bit weight."""
@@ -125,16 +127,23 @@ class TrainingPrecision:
 
     def _layer(self, layer: LayerCost, element: int, sharding: Sharding) -> LayerCost:
         states, master = self.kept(sharding, layer.kind)
-        held = layer.gradient_bytes / element * (states + (master if element == FLOAT16 else 0.0))
+        # ZeRO updates copies even of float32 weights.
+        has_copies = element == FLOAT16 or sharding in ("zero1", "zero2", "zero3")
+        held = layer.gradient_bytes / element * (states + (master if has_copies else 0.0))
         # An update reads and writes what it holds; its seconds were counted for the bytes of the profile.
         moved = 2 * (layer.optimizer_bytes + layer.gradient_bytes)
         parameters = float(layer.parameter_bytes)
         if layer.kind == "decoder_block":
             frozen = max(parameters - layer.gradient_bytes, 0.0)
             parameters += frozen * (QUANTIZED_BITS.get(self.weight_bits, 16.0) / 16 - 1)
+        gradients = layer.gradient_bytes
+        if self.autocast:  # trained weights are counted among the copies that are updated
+            parameters += max(layer.parameter_bytes - gradients, 0) * FLOAT32 // FLOAT16
+            gradients *= FLOAT32 // FLOAT16
         return replace(
             layer,
             parameter_bytes=round(parameters),
+            gradient_bytes=gradients,
             optimizer_bytes=round(held),
             optimizer_seconds=layer.optimizer_seconds * (2 * (held + layer.gradient_bytes) / moved if moved else 1.0),
         )
@@ -154,6 +163,8 @@ class RankMemory:
     """What the host's memory holds, as far as ranks share it: "optimizer" (gradients with it, which DeepSpeed updates
     there), "parameters"."""
     precision: TrainingPrecision = USUAL
+    buffer_bytes: int = 0
+    """Copies of gradients on their way to other ranks, which stay from step to step."""
 
     @cached_property
     def held(self) -> ModelProfile:
@@ -166,7 +177,8 @@ class RankMemory:
     @property
     def state_bytes(self) -> int:
         """Weights, gradients, optimizer state and what the process holds beside the model."""
-        shared, total, layers = SHARED[self.sharding], self.cluster.overhead_bytes, self.held.layers
+        shared, layers = SHARED[self.sharding], self.held.layers
+        total = self.cluster.overhead_bytes + self.buffer_bytes
         # A head that is tied to the embedding holds nothing of its own.
         embeddings = {layer.tied_key for layer in layers if layer.kind != "head" and layer.tied_key is not None}
         layers_once = [layer for layer in layers if layer.kind != "head" or layer.tied_key not in embeddings]

@@ -156,7 +156,12 @@ def read_model(named: str) -> Model:
 
 
 def adapted_profile(
-    records: Sequence[LayerRecord], device: Device, *, rank: int, tensor_parallel: int | Mapping[str, int] = 1
+    records: Sequence[LayerRecord],
+    device: Device,
+    *,
+    rank: int,
+    dtype: str = "bfloat16",
+    tensor_parallel: int | Mapping[str, int] = 1,
 ) -> ModelProfile:
     """Counted costs where LoRA's adapters on the decoder blocks' products are all that is trained.
 
@@ -177,7 +182,7 @@ def adapted_profile(
         trained = {"parameters": own + adapters, "untrained": own, "adapters": adapters}
         return replace(record, sizes={**sizes, **trained, "adapter_ranks": products * rank})
 
-    return analytic_profile(list(map(adapted, records)), device, tensor_parallel=tensor_parallel)
+    return analytic_profile(list(map(adapted, records)), device, dtype=dtype, tensor_parallel=tensor_parallel)
 
 
 def _plain(name: str) -> str:

@@ -113,7 +113,8 @@ def fit_step(
         if search.lack(found[-1]) <= KEPT:
             break
     else:
-        found += [search.with_fewer_tokens(size) for size in (min(found, key=search.lack), search.sized(ceiling))]
+        fewer = [search.with_fewer_tokens(size) for size in (min(found, key=search.lack), search.sized(ceiling))]
+        found += [size for size in fewer if search.fits(size.limits)]
         if all(search.off(size) > KEPT for size in found):
             found.append(StepSize(smallest, max(round(samples_per_step / num_replicas), 1)))
     best = min(found, key=search.lack)
@@ -204,7 +205,7 @@ class _StepSearch:
         return min(tried, key=self.off)
 
     def _promising(self, candidates: Sequence[PackLimits], *, fills_batches: bool) -> Sequence[PackLimits]:
-        fitting = [limits for limits in candidates if self._lacking_bytes(limits) <= 0]
+        fitting = [limits for limits in candidates if self.fits(limits)]
         if not fitting:
             smallest = min(candidates, key=lambda limits: (limits.vision_units, limits.llm_tokens))
             raise InfeasibleError(
@@ -249,6 +250,10 @@ class _StepSearch:
         holds_vision = limits.vision_units >= (1 - KEPT) * self.batch_vision
         holds_sound = limits.most("sound_units") >= (1 - KEPT) * self.batch_sound
         return holds_vision and holds_sound and limits.llm_tokens >= (1 - KEPT) * self.batch_tokens
+
+    def fits(self, limits: PackLimits) -> bool:
+        """Whether a rank has room for the largest micro-batch."""
+        return self._lacking_bytes(limits) <= 0
 
     def _lacking_bytes(self, limits: PackLimits) -> float:
         """Bytes that a rank lacks for the largest micro-batch, by counted activations; below 0 where there is room."""

@@ -23,7 +23,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.packing_spec import Mixture, Oversized
 from omnibal.data.source_draws import typical_lengths
 from omnibal.data.step_size import StepSize, fit_step
-from omnibal.errors import ConfigError, end_in_one_line, reporting
+from omnibal.errors import ConfigError, InfeasibleError, end_in_one_line, reporting
 from omnibal.formats.collate import IGNORED
 from omnibal.integrations.lengths import LENGTHS, prepare, samples_to_check
 from omnibal.integrations.loops import PackLoader
@@ -123,7 +123,9 @@ def balance(
         loss_reduction: How target tokens weigh in the loss of a step: ``"token"`` all alike; each of the n of a sample
             1 / n (``"sample"``) or 1 / √n (``"square"``), as in InternVL's published scripts, over the sum of weights.
         memory_gib: What a device may hold in all, for limits that are searched: where it does not suffice by counted
-            activations and weights, packs are smaller. By default memory is not asked.
+            activations and weights, packs are smaller. By default it is what the smallest GPU of all ranks has, less
+            the larger of 6 % and 2 GiB; where no pack fits then, a line says so and packs stay as they were asked for.
+            ``float("inf")`` asks no memory.
         mixture: What share each source gets, as of ``BalancedBatchSampler``, by the names that ``lengths`` have for
             them; the parts of a ``ConcatDataset`` are "0", "1", …. ``max_steps`` says when to end, or an epoch holds
             about as many samples as there are.
@@ -134,7 +136,7 @@ def balance(
     Raises:
         ConfigError: The trainer's settings or its model do not allow packs, or ranks hold different data.
         DataError: The dataset or its collator does not, or the lengths are not the dataset's.
-        InfeasibleError: The memory does not suffice for the largest sample.
+        InfeasibleError: ``memory_gib`` does not suffice for the largest sample.
     """
     settings = _begin(trainer)
     # Settings: what a step holds of which samples.
@@ -144,6 +146,7 @@ def balance(
     counted = _profile(trainer)
     before = measured_before(trainer, counted)
     profile = before or counted
+    memory = None if limits is not None else settings.memory(counted, memory_gib)
 
     def size_of(lengths: SampleLengths) -> StepSize:
         """Limits: those given, or the ones under which a step holds what was asked."""
@@ -153,7 +156,8 @@ def balance(
             if not padded:
                 refuse_long_rows(model, limits)
         row = None if padded else longest_row(model)
-        return fit_step(
+        fit = partial(
+            fit_step,
             typical_lengths(lengths, mixture),
             asked.samples_per_step,
             batch_size=asked.batch_size,
@@ -161,8 +165,16 @@ def balance(
             most=limits,
             padded=padded,
             longest_row=None if row is None else row.tokens,
-            memory=None if memory_gib is None or limits is not None else settings.memory(profile, memory_gib),
         )
+        try:
+            return fit(memory=memory)
+        except InfeasibleError as error:
+            if memory_gib is not None:
+                raise
+            # Nobody named a limit, and counted peaks may be too high: what runs today must not end here.
+            if trainer.is_world_process_zero():
+                print(f"omnibal: {error}; packs are made as if it did (memory_gib= names another limit)")
+            return fit()
 
     # Lengths: given, kept, or measured now. Sampler: the same packs on all ranks, each of which takes its own.
     collate = trainer.data_collator

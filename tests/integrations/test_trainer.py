@@ -46,6 +46,7 @@ from omnibal.processes import ENDS
 from tests.engine.launch import launch
 from tests.integrations.items import Collate, config_of, items_of
 from tests.integrations.test_compare import check_compare
+from tests.integrations.test_trainer_memory import check_unlike_devices
 from tests.integrations.trainers import (
     LEARNING_RATE,
     LIMITS,
@@ -309,6 +310,8 @@ def train_others(folder):
         check_unlike_data(folder / "unlike")
         check_texts_alone(folder / "texts")
         check_compare(folder / "compared")
+        for layout in ("ddp", "zero2", "zero3", "fsdp"):
+            check_unlike_devices(folder / f"devices-{layout}", layout)
     return True
 
 
@@ -730,7 +733,7 @@ def test_ddp_awaits_gradients_that_it_does_not_look_for(options, of_model, recom
 def test_unknown_reductions_and_memory_of_uncounted_models_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="loss_reduction must be one of token, sample, square, got 'mean'"):
         balance(trainer_of("internvl", tmp_path), PackLimits(8, 70), loss_reduction="mean")
-    for memory in (0.5, float("inf")):
+    for memory in (0.5, float("nan")):
         with pytest.raises(ConfigError, match=rf"memory_gib must be more than the \d\.\d GiB .*, got {memory}"):
             balance(trainer_of("internvl", tmp_path), memory_gib=memory)
     with pytest.raises(ConfigError, match="memory_gib must be None for a model whose layers are not counted, got 8"):

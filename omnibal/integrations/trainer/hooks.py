@@ -22,7 +22,8 @@ from omnibal.data.packing_spec import OF, in_words
 from omnibal.errors import ConfigError, reporting
 from omnibal.feeds.sampler import MOST_SHOWN
 from omnibal.formats.collate import IGNORED
-from omnibal.integrations.trainer.settings import GIB, data_rank_of, sharding_of
+from omnibal.integrations.trainer.memory import GIB
+from omnibal.integrations.trainer.settings import data_rank_of, sharding_of
 from omnibal.integrations.trainer.steps import Waiting
 from omnibal.packs.collator import PackCollator
 from omnibal.packs.loading import PackSampler, PaddedSampler

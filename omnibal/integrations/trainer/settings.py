@@ -19,7 +19,8 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.device import Device
 from omnibal.errors import ConfigError, integer
-from omnibal.integrations.trainer.steps import AskedSteps, module_of
+from omnibal.integrations.trainer.memory import GIB, HeldBytes, device_gib
+from omnibal.integrations.trainer.steps import AskedSteps, counted_profile, module_of
 from omnibal.packs.collator import FAMILIES
 from omnibal.profile.records import Level, ModelProfile
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 SFT_FLOOR: Final = "1.16"  # the oldest TRL in the tests: its loss is called with the target tokens of the whole step
-GIB: Final = 2**30
 FLOOR: Final = "5.23"  # the oldest transformers that the tests run with: balance changes what Trainer does inside
 COUNTED_BY_ACCELERATE: Final = "4.52"  # before it, Accelerate divides losses by the micro-batches of a step
 
@@ -240,6 +240,8 @@ class TrainerSettings(NamedTuple):
     is_ddp: bool
     all_gradients: bool
     """Whether the host cannot do without the ViT's gradients, even where no rank has an image."""
+    held: HeldBytes
+    device: Any  # torch's
 
     @classmethod
     def of(cls, trainer: "Trainer") -> "TrainerSettings":
@@ -260,23 +262,38 @@ class TrainerSettings(NamedTuple):
             works_on_targets(trainer),
             is_ddp=sharding == "ddp" and not is_deepspeed,
             all_gradients=bool(all_gradients),
+            held=HeldBytes.of(trainer, model_of(trainer), sharding),
+            device=trainer.args.device,
         )
 
-    def memory(self, profile: ModelProfile | None, memory_gib: float) -> RankMemory:
-        """What ranks hold, where they have so much memory each."""
+    def memory(self, profile: ModelProfile | None, memory_gib: float | None) -> RankMemory | None:
+        """What ranks hold, where they have so much memory each: by default what is counted of their devices.
+
+        All ranks together. None where memory is not asked: ``memory_gib`` is infinite, or by default on a CPU, for a
+        model whose layers are not counted, and where ranks share each tensor.
+        """
+        if memory_gib is None and profile is not None and self.num_replicas == self.num_devices:
+            memory_gib = device_gib(self.device)
+        if memory_gib is None or memory_gib == float("inf"):
+            return None
         if profile is None:
             raise ConfigError(
                 f"memory_gib must be None for a model whose layers are not counted, got {memory_gib} for "
                 f"{type(self.model).__name__}; say how much a pack may hold: balance(trainer, PackLimits(…))"
             )
         least = OVERHEAD_BYTES / GIB
-        if not least < memory_gib < float("inf"):
+        if not memory_gib > least:
             raise ConfigError(
                 f"memory_gib must be more than the {least:.1f} GiB that a device holds beside the model, got "
                 f"{memory_gib}"
             )
         cluster = Cluster(1, self.num_devices, Device.named(profile.device), memory_bytes=memory_gib * GIB)
-        return RankMemory(profile, self.sharding, cluster, self.recompute, self.on_targets)
+        if self.held.dtype != profile.dtype:
+            profile = counted_profile(self.model, profile.device, dtype=self.held.dtype) or profile
+        return RankMemory(
+            profile, self.sharding, cluster, self.recompute, self.on_targets, self.held.offloaded, self.held.precision,
+            self.held.buffer_bytes(profile),
+        )  # fmt: skip
 
     def refuse_missing_kinds(self, lengths: SampleLengths) -> None:
         """Refuse data that bring a trained encoder nothing, where DDP waits for its gradients."""

@@ -29,7 +29,7 @@ VISION, PROJECTOR = ("vision_tower", "visual", "vision_model"), ("multi_modal_pr
 SOUND: Final = "audio_tower"
 
 
-def counted_profile(model: Any, device_name: str | None) -> ModelProfile | None:
+def counted_profile(model: Any, device_name: str | None, *, dtype: str = "bfloat16") -> ModelProfile | None:
     """What the layers of a model of transformers or peft cost, counted; None for a family that nobody has counted.
 
     ``device_name`` is torch's, None on a CPU. What is not trained has no backward pass to weights.
@@ -41,9 +41,12 @@ def counted_profile(model: Any, device_name: str | None) -> ModelProfile | None:
     device = device_to_count(device_name)
     adapters = getattr(model, "peft_config", None)
     if adapters:
-        return adapted_profile(records, device, rank=max(getattr(adapter, "r", 1) for adapter in adapters.values()))
+        rank = max(getattr(adapter, "r", 1) for adapter in adapters.values())
+        return adapted_profile(records, device, rank=rank, dtype=dtype)
     trained = {module_of(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return analytic_profile(records, device, frozen=sorted({record.module for record in records} - trained))
+    return analytic_profile(
+        records, device, dtype=dtype, frozen=sorted({record.module for record in records} - trained)
+    )
 
 
 def module_of(name: str) -> str:
