@@ -41,7 +41,9 @@ def add_ranks(report: Report, *, small: bool) -> None:
     jobs = Jobs(f"{__name__}:measured", keeps=True)
     try:
         for number, cluster in enumerate(clusters):
-            seconds = report.seconds_left / (len(clusters) - number)
+            # A step of all ranks takes as long as its micro-batches are many; what one cluster leaves is for the next.
+            passes = [ranks * micro_batches for ranks, micro_batches, _ in clusters[number:]]
+            seconds = report.seconds_left * passes[0] / sum(passes)
             title = "{}, {} ranks, {} micro-batches of each a step".format(name, *cluster[:2])
             report.add(title, EXPLAINED, partial(cluster_rows, jobs, name, cluster, seconds))
     finally:

@@ -1,6 +1,7 @@
 """Measures what each way to batch, and each saving, brings a trainer on its own machine: ``compare(make_trainer)``."""
 
 import gc
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy, deepcopy
@@ -12,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final, Literal
 
 import torch
+from accelerate.state import AcceleratorState
 from transformers import DefaultFlowCallback, Trainer
 
 from omnibal.data.lengths import SampleLengths
@@ -79,10 +81,10 @@ def compare(
     integer("steps", steps, 1)
     found = list[Measured]()
     for name, way in (usual_ways() if ways is None else ways).items():
-        trainer = make_trainer()
-        if lengths is None and not found:
-            lengths = _lengths(trainer)
-        with TemporaryDirectory(prefix="omnibal_compare") as folder:
+        with TemporaryDirectory(prefix="omnibal_compare") as folder, _accelerate_afresh():
+            trainer = make_trainer()
+            if lengths is None and not found:
+                lengths = _lengths(trainer)
             found.append(measure(trainer, name, way, steps, Path(folder), lengths=lengths))
         del trainer
         if rank_and_size()[0] == 0:  # where the run ends before its table, this is what there is
@@ -152,6 +154,8 @@ def measure(
                 ) from error
             else:
                 failed = _said(error)
+                if not is_full(error):
+                    traceback.print_exc()
     if own is not None and len(own.seconds) < (1 if seconds < inf else steps):
         failed = f"its training ended after {len(own.seconds)} of {steps} steps"
     answers: Sequence[tuple[str | None, Timed | None]] = gather((failed, own))
@@ -174,6 +178,18 @@ def _said(error: Exception) -> str:
     if is_full(error) and not isinstance(error, OmnibalError):
         return f"{FULL}: {text[:150]}"
     return text if isinstance(error, OmnibalError) else f"{type(error).__name__}: {text[:400]}"
+
+
+@contextmanager
+def _accelerate_afresh() -> Iterator[None]:
+    """Let Accelerate, which has one state for all Accelerators, make another one for the same arguments."""
+    before = dict(AcceleratorState._shared_state)
+    AcceleratorState._shared_state.clear()
+    try:
+        yield
+    finally:
+        AcceleratorState._shared_state.clear()
+        AcceleratorState._shared_state.update(before)
 
 
 @contextmanager
