@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
+from omnibal.packs.blocks import let_encoders_be_traced
 
 KINDS: Final = frozenset({"recurrent state", "convolution"})
 """Kinds of leaks that `StatefulLayers` stops."""
@@ -54,6 +55,8 @@ BY_PLACE: Final = {
 """By a field that switches on what depends on a token's place in its row: the field with the longest row that does not
 show it, and how many tokens that row lies below the number."""
 LONGROPE: Final = "longrope"
+STATE: Final = "linear"
+"""What transformers calls a kind of layer that carries a state, and takes bounds only if its kernels are installed."""
 WINDOWS: Final = "attention in windows"
 CHUNKS: Final = "attention in chunks"
 HEEDED: Final = (WINDOWS, CHUNKS)
@@ -81,8 +84,35 @@ def attend_by_bounds(model: nn.Module) -> Callable[[], None] | None:
         return None
     from omnibal.vlm.attention import PACKED_ATTENTION
 
+    decoder: Any = base.get_decoder()
+    let_encoders_be_traced(base, decoder)
+    hooks = []
+    if not any(STATE in kind or "attention" not in kind for kind in getattr(text, "layer_types", None) or ()):
+        bounds = SampleBounds(decoder)
+        hooks = [bounds.hook, decoder.register_forward_pre_hook(partial(_give_bounds, bounds), with_kwargs=True)]
     base.set_attn_implementation({name: PACKED_ATTENTION})
-    return partial(base.set_attn_implementation, {name: "sdpa"})
+
+    def undo() -> None:
+        base.set_attn_implementation({name: "sdpa"})
+        for hook in hooks:
+            hook.remove()
+
+    return undo
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _give_bounds(bounds: SampleBounds, decoder: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Hand a pack's bounds, and its longest sample, to the layers: compiled ones cannot read them off its positions."""
+    from omnibal.vlm.attention import attention_kwargs
+    from omnibal.vlm.payload import PackCounts, note_counts
+
+    # Three rows are time, height and width, without the text's that tells where samples begin.
+    if bounds.of_pack is None or kwargs.get("attention_mask") is not None or len(kwargs["position_ids"]) == 3:
+        return None
+    # Not the tensor that the module keeps: a copy of the model would copy what is noted on it.
+    given = bounds.for_kernels["cu_seq_lens_q"].detach()
+    note_counts([given], PackCounts(None, tuple(stop - start for start, stop in pairwise(bounds.of_pack))))
+    return args, kwargs | attention_kwargs(given)
 
 
 def mask_images(model: nn.Module) -> None:
@@ -204,8 +234,9 @@ class SampleBounds:
         self.of_pack: list[int] | None = None
         self.for_kernels: dict[str, Tensor] = {}
         """The bounds as transformers' layers hand them to `flash-linear-attention` and `causal-conv1d`."""
-        decoder.register_forward_pre_hook(self._note, with_kwargs=True, prepend=True)
+        self.hook = decoder.register_forward_pre_hook(self._note, with_kwargs=True, prepend=True)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _note(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         positions = kwargs.get("position_ids")
         self.of_pack = None

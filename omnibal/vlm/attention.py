@@ -5,6 +5,9 @@ another; ``cu_seq_lens`` (int32, samples + 1) holds where each starts and the la
 kernel sees these bounds; elsewhere, and for what the kernel lacks (float32, dropout), each sample goes through
 ``scaled_dot_product_attention`` on its own. Neither ever builds a mask of the pack's size squared.
 
+torch.compile takes either as one operator, which reads the bounds as it runs: a graph serves packs of any number of
+samples, if it is told the longest one (``max_length_q``).
+
 Any transformers model can use it: ``attn_implementation="omnibal_packed"`` and ``attention_kwargs(cu_seq_lens)`` as
 keyword arguments of its forward. Without them, bounds are read off position ids that restart, as transformers' flash
 attention does; batches, masks and caches take transformers' own "sdpa" path.
@@ -16,10 +19,9 @@ later. Here each sample gets the frequencies that a new model of transformers gi
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from inspect import signature
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +41,8 @@ PACKED_ATTENTION = "omnibal_packed"
 
 # All kernels but cuDNN's, which builds and keeps a graph for every exact shape: nearly every pack has a new shape.
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# Newer kernels want to be told of fewer heads of keys than of queries; torch 2.11 takes them as they are.
+_ASKS_ABOUT_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
 
 
 def attention_kwargs(cu_seq_lens: Tensor) -> dict[str, Any]:
@@ -82,6 +86,7 @@ def packed_attention(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention within each sample of a pack, in the form that transformers' attention modules call.
@@ -99,8 +104,10 @@ def packed_attention(
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     if query.numel() == 0:  # transformers' "sdpa" fails on no tokens; the sums give key and value gradients of zeros
         return (query + key.sum() + value.sum()).transpose(1, 2), None
+    if cu_seq_lens_q is not None and key.shape[2] != query.shape[2]:
+        cu_seq_lens_q = None  # bounds that all layers were given, in one that attends to something else
     # Without bounds they are read off positions that restart; what is no pack takes transformers' own path.
-    if cu_seq_lens_q is None and causal:
+    elif cu_seq_lens_q is None and causal:
         cu_seq_lens_q = _bounds_from_positions(query, key, attention_mask, kwargs.get("position_ids"))
     elif cu_seq_lens_q is not None and attention_mask is not None:
         raise ConfigError("attention_mask must be None beside cu_seq_lens_q, got a tensor; packs have no padding")
@@ -116,7 +123,7 @@ def packed_attention(
     terms = _Terms(dropout, scaling, causal, sliding_window)
     query, key, value = (_as_autocast(tensor) for tensor in (query, key, value))
     with own_stream(ranks):
-        return _attend(query, key, value, cu_seq_lens_q, terms), None
+        return _attend(query, key, value, cu_seq_lens_q, max_length_q, terms), None
 
 
 def _as_autocast(tensor: Tensor) -> Tensor:
@@ -136,7 +143,13 @@ def _bounds_from_positions(
         return None
     if position_ids is None or position_ids.ndim != 2:  # the whole sequence is one sample
         return torch.tensor([0, num_tokens], dtype=torch.int32, device=query.device)
+    return cast(Tensor, _bounds_of(position_ids))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _bounds_of(position_ids: Tensor) -> Tensor:
     # All layers of a forward pass get the same tensor: a GPU is asked once, not once per layer.
+    num_tokens = position_ids.shape[1]
     version = None if position_ids.is_inference() else position_ids._version
     known, bounds = getattr(position_ids, "_omnibal_bounds", (None, None))
     if bounds is None or version is None or version != known:
@@ -153,20 +166,83 @@ class _Terms(NamedTuple):
     causal: bool
     window: int | None
 
+    def within(self, longest: int) -> "_Terms":
+        """Without a window that no sample exceeds: a mask would change nothing."""
+        return self if self.window is None or self.window < longest else self._replace(window=None)
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, terms: _Terms) -> Tensor:
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, longest: int | None, terms: _Terms
+) -> Tensor:
+    if not torch.compiler.is_compiling():
+        return _attend_eagerly(query, key, value, cu_seq_lens, terms)
+    if longest is None or terms.dropout:
+        eagerly: Any = torch.compiler.disable(_attend_eagerly)  # type: ignore[no-untyped-call]
+        return cast(Tensor, eagerly(query, key, value, cu_seq_lens, terms))
+    # No number is read off the pack, nor compared with another one: each would be a constant of the graph, or a reason
+    # for one more. A window that no sample exceeds stays.
+    if _kernel_serves(query, terms.dropout):
+        return _varlen(query, key, value, cu_seq_lens, longest, terms)
+    mixed: Tensor = each_sample(query, key, value, cu_seq_lens, terms.scaling, terms.causal, terms.window)
+    return mixed
+
+
+def _attend_eagerly(query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, terms: _Terms) -> Tensor:
     lengths = sample_lengths(cu_seq_lens)
     if query.shape[0] != 1 or sum(lengths) != query.shape[2]:
         raise DataError(
             f"cu_seq_lens must end with the number of tokens of one sequence, got {sum(lengths)} "
             f"for {query.shape[0]} x {query.shape[2]} tokens"
         )
-    if terms.window is not None and terms.window >= max(lengths):
-        terms = terms._replace(window=None)  # no sample is longer: a mask would change nothing
+    terms = terms.within(max(lengths))
     with sdpa_kernel(_KERNELS):  # varlen_attn follows it, too
         if _kernel_serves(query, terms.dropout):
             return _varlen(query, key, value, cu_seq_lens, max(lengths), terms)
         return _per_sample(query, key, value, lengths, terms)
+
+
+@torch.library.custom_op("omnibal::each_sample", mutates_args=())
+def each_sample(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scaling: float | None, causal: bool, window: int | None
+) -> Tensor:
+    """Attention of each sample on its own, as one operator of a compiled graph."""
+    return _attend_eagerly(query, key, value, bounds, _Terms(0.0, scaling, causal, window))
+
+
+@each_sample.register_fake
+def _(query: Tensor, *others: Any) -> Tensor:
+    _, heads, tokens, head_dim = query.shape
+    return query.new_empty((1, tokens, heads, head_dim))
+
+
+@torch.library.custom_op("omnibal::each_sample_backward", mutates_args=())
+def each_sample_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scaling: float | None, causal: bool,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, key and value; attention is computed once more."""
+    terms = _Terms(0.0, scaling, causal, window)
+    # Within an operator nothing is recorded for a backward pass, but functorch records for itself.
+    found: Any = torch.func.vjp(lambda q, k, v: _attend_eagerly(q, k, v, bounds, terms), query, key, value)
+    of_query, of_key, of_value = found[1](gradient)
+    return of_query.contiguous(), of_key.contiguous(), of_value.contiguous()
+
+
+@each_sample_backward.register_fake
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (query, key, value))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.scaling, ctx.causal, ctx.window = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    return *each_sample_backward(gradient, *ctx.saved_tensors, ctx.scaling, ctx.causal, ctx.window), *[None] * 4
+
+
+each_sample.register_autograd(_backward, setup_context=_keep)
 
 
 def _kernel_serves(query: Tensor, dropout: float) -> bool:
@@ -176,7 +252,7 @@ def _kernel_serves(query: Tensor, dropout: float) -> bool:
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, longest: int, terms: _Terms) -> Tensor:
-    groups: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _asks_about_groups(varlen_attn) else {}
+    groups: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _ASKS_ABOUT_GROUPS else {}
     mixed = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -191,12 +267,6 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, long
     )
     assert isinstance(mixed, Tensor)
     return mixed.contiguous()[None]
-
-
-@cache
-def _asks_about_groups(kernel: Callable[..., object]) -> bool:
-    # Newer kernels want to be told of fewer heads of keys than of queries; torch 2.11 takes them as they are.
-    return "enable_gqa" in signature(kernel).parameters
 
 
 def _per_sample(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], terms: _Terms) -> Tensor:

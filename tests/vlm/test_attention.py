@@ -109,6 +109,7 @@ def test_the_kernel_for_gpus_is_called_as_it_documents(monkeypatch, heads, windo
         return dense_attention(*batched, lengths, window=before, scaling=scale, causal=window_size[1] == 0)[0]
 
     monkeypatch.setattr(attention, "varlen_attn", documented if asks_about_groups else ungrouped)
+    monkeypatch.setattr(attention, "_ASKS_ABOUT_GROUPS", asks_about_groups)
     monkeypatch.setattr(attention, "_kernel_serves", lambda query, dropout: True)
     lengths = [4, 1, 7]
     for causal in (True, False) if window is None else (True,):
