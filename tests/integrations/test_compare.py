@@ -17,8 +17,8 @@ from omnibal.integrations.trainer.spread import spread_batches, spread_packs
 from omnibal.integrations.transformers import balance, compare
 from omnibal.ranks import gather
 from omnibal.report.compare import table_of
-from tests.integrations.items import items_of
-from tests.integrations.trainers import LIMITS, Case, trainer_of, weights_of
+from tests.integrations.items import Collate, items_of
+from tests.integrations.trainers import LIMITS, Case, Items, trainer_of, weights_of
 
 PACKS = {"limits": LIMITS["internvl"]}
 SAVES = {"save_strategy": "steps", "save_steps": 1, "logging_strategy": "steps", "logging_steps": 1}
@@ -93,10 +93,18 @@ def test_each_way_counts_what_it_trains_and_leaves_nothing(tmp_path, capsys):
 
 
 def test_arguments_that_a_user_shares_among_trainers_stay(tmp_path):
-    trainer = trainer_of("internvl", tmp_path, **SAVES)
-    args, before = trainer.args, trainer.args.to_dict()
-    assert [each.failed for each in compare(lambda: trainer, 2, ways={"packs": PACKS}, picture=None)] == [None]
-    assert args.to_dict() == before and trainer.args is not args
+    args, made = trainer_of("internvl", tmp_path, **SAVES).args, []
+    before = args.to_dict()
+
+    def make_trainer():
+        data = {"train_dataset": Items("internvl"), "data_collator": Collate("internvl")}
+        made.append(Trainer(Case("internvl").plain(), args, **data))
+        return made[-1]
+
+    found = compare(make_trainer, 2, ways={"packs": PACKS, "as today": None}, picture=None)
+    assert [each.failed for each in found] == [None, None]
+    assert args.to_dict() == before
+    assert [(each.args.save_strategy, each.args.max_steps) for each in made] == [("no", 2 + WARM_UP)] * 2
 
 
 def test_where_one_rank_alone_runs_out_of_memory_all_end(tmp_path, monkeypatch):
@@ -109,8 +117,8 @@ def test_where_one_rank_alone_runs_out_of_memory_all_end(tmp_path, monkeypatch):
 
 
 def test_a_training_that_ends_early_says_so(tmp_path):
-    trainer = trainer_of("internvl", tmp_path)
-    (found,) = compare(lambda: trainer, 5, ways={"ends": lambda trainer: trainer.add_callback(Ends())}, picture=None)
+    ways = {"ends": lambda trainer: trainer.add_callback(Ends())}
+    (found,) = compare(lambda: trainer_of("internvl", tmp_path), 5, ways=ways, picture=None)
     assert found.failed == "its training ended after 1 of 5 steps"
 
 
