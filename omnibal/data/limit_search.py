@@ -50,7 +50,6 @@ class ScoredLimits:
     dist_ratio_vision: float
     dist_ratio_cost: float  # of the cost of a micro-batch in the LLM
     samples_per_pack: float
-    trap: str | None  # why these limits waste room whatever the packer does
     dist_ratio_sound: float = 0.0
 
     @property
@@ -184,7 +183,6 @@ def _score(
         dist_ratio_vision=dist_ratio(load.vision_units[steps]),
         dist_ratio_cost=dist_ratio(cost(load)[steps]),
         samples_per_pack=len(part) / num_packs,
-        trap=find_trap(part, limits),
         dist_ratio_sound=dist_ratio(load.sound_units[steps]),
     )
 

@@ -5,11 +5,10 @@ other, the ranks that pass micro-batches to each other are those whose replica i
 *column*. Where all stages have as many replicas, a column is what DeepSpeed calls a pipe group.
 """
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
-from typing import Any, Final
+from typing import Any
 
 import torch.distributed as dist
 from deepspeed.comm import ReduceOp
@@ -27,7 +26,6 @@ from torch import Tensor
 
 from omnibal.cluster import Layout
 
-LOG: Final = logging.getLogger(__name__)
 Pair = tuple[int, int]
 """A rank, and one of the next stage."""
 
