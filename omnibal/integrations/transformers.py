@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -38,14 +38,16 @@ from omnibal.integrations.trainer.hooks import (
     check_model,
     worker_options,
 )
+from omnibal.integrations.trainer.kernels import ChoosesKernels, refuse_compiling
 from omnibal.integrations.trainer.settings import (
+    Head,
     TrainerSettings,
     asked_steps,
     keeps_sft_loss,
     model_of,
     refuse_settings,
     set_micro_batches,
-    works_on_targets,
+    why_all_rows,
 )
 from omnibal.integrations.trainer.steps import counted_profile, describe, expected_gains
 from omnibal.packs.apart import longest_row, refuse_long_rows
@@ -91,6 +93,8 @@ def balance(
     loss_reduction: Reduction = "token",
     memory_gib: float | None = None,
     mixture: Mixture | Mapping[str, Any] | None = None,
+    head: Head = "targets",
+    compile: bool = False,
 ) -> PackSampler:
     """Train on balanced packs: the same samples, each once an epoch, without padding and with ranks that end together.
 
@@ -129,6 +133,11 @@ def balance(
         mixture: What share each source gets, as of ``BalancedBatchSampler``, by the names that ``lengths`` have for
             them; the parts of a ``ConcatDataset`` are "0", "1", …. ``max_steps`` says when to end, or an epoch holds
             about as many samples as there are.
+        head: ``"targets"`` lets the model's head work on rows with a target alone where that is exact, and makes no
+            logits of others; ``"all"`` leaves it alone. Evaluation is as before.
+        compile: Whether the blocks of ViT and LLM are compiled, one by one, when training begins. Blocks of the same
+            class share two graphs at most, whatever packs hold; evaluation runs as before. What it brings on a GPU has
+            not been measured yet. ``torch_compile`` in the trainer's arguments compiles the whole model instead.
 
     Returns:
         The sampler, whose ``step`` tells what each step holds.
@@ -138,9 +147,11 @@ def balance(
         DataError: The dataset or its collator does not, or the lengths are not the dataset's.
         InfeasibleError: ``memory_gib`` does not suffice for the largest sample.
     """
-    settings = _begin(trainer)
+    if compile:
+        refuse_compiling(trainer, padded=padded)
+    settings = _begin(trainer, head)
     # Settings: what a step holds of which samples.
-    loss, mixture = StepLoss(trainer, loss_reduction), None if mixture is None else Mixture.of(mixture)
+    loss, mixture = StepLoss(trainer, loss_reduction, head), None if mixture is None else Mixture.of(mixture)
     args, dataset, model = trainer.args, trainer.train_dataset, settings.model
     asked = asked_steps(trainer, settings.num_replicas, samples_per_step, limits)
     counted = _profile(trainer)
@@ -200,6 +211,8 @@ def balance(
     costs, layout = None if profile is None else phase_costs(profile, recompute=settings.recompute), settings.sharding
     packs = PacksCallback(trainer, sampler, costs, layout, partial(_check, trainer, dataset, sampler, collator))
     add_recipe(trainer, packs)
+    if not padded:
+        trainer.add_callback(ChoosesKernels(trainer, compiles=compile, all_rows=why_all_rows(trainer, head)))
     # Loss: of all target tokens of a step.
     loss.install()
     # Line: what an epoch becomes, and what is expected; its promise is corrected by what the first steps take.
@@ -268,7 +281,7 @@ def rearrange(trainer: Trainer, limits: PackLimits | None = None, *, padded: boo
     rearrange_samples(trainer, limits, padded=padded)
 
 
-def _begin(trainer: Trainer) -> TrainerSettings:
+def _begin(trainer: Trainer, head: Head = "targets") -> TrainerSettings:
     end_in_one_line()
     refuse_settings(trainer)
     if dist.is_initialized():
@@ -276,7 +289,7 @@ def _begin(trainer: Trainer) -> TrainerSettings:
     trainer.add_callback(EndsWhenAsked(trainer))
     if trainer.args.world_size > 1:
         ExactEvaluation(trainer).install()
-    settings = TrainerSettings.of(trainer)
+    settings = TrainerSettings.of(trainer, head)
     if settings.sharding in ("zero3", "fsdp") and settings.num_devices > 1:
         with suppress(ConfigError):  # of a model whose encoders nobody has described
             encode_in_every_evaluation(without_adapters(settings.model))
@@ -324,9 +337,11 @@ class StepLoss:
     the whole step: the first backward pass would wait for the last forward pass.
     """
 
-    def __init__(self, trainer: Any, reduction: Reduction) -> None:
+    def __init__(self, trainer: Any, reduction: Reduction, head: Head = "targets") -> None:
         if reduction not in POWERS:
             raise ConfigError(f"loss_reduction must be one of {', '.join(POWERS)}, got {reduction!r}")
+        if head not in get_args(Head):
+            raise ConfigError(f"head must be one of {', '.join(get_args(Head))}, got {head!r}")
         config = model_of(trainer).config
         text = config.get_text_config()
         self.routes = bool(getattr(text, "output_router_logits", False))
@@ -342,7 +357,7 @@ class StepLoss:
                     f"{config.model_type!r}; nobody has shown that its router's loss is the one of Switch Transformers"
                 )
             self._top_k, self._factor = text.num_experts_per_tok, text.router_aux_loss_coef
-        self._trainer, self._reduction = trainer, reduction
+        self._trainer, self._reduction, self._rows = trainer, reduction, head
         self._draw, self._compute = trainer.get_batch_samples, trainer.compute_loss
         # Filled by draw, a tensor for each micro-batch of the step, and emptied by the loss in the same order.
         self._weights, self._routed = deque[Tensor](), deque[Tensor]()
@@ -373,7 +388,7 @@ class StepLoss:
                 return self._compute(model, inputs, *others, **options)
             finally:
                 self._trainer.compute_loss_func = self
-        if not works_on_targets(self._trainer):
+        if why_all_rows(self._trainer, self._rows) is not None:
             return self._compute(model, inputs, *others, **options)
         base = without_adapters(model_of(self._trainer))
         weights = None if self._reduction == "token" else functional.pad(self._weights[0], (0, 1))

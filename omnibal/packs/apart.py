@@ -248,7 +248,8 @@ class SampleBounds:
             self.of_pack = [*starts, len(row)]
             bounds = torch.tensor(self.of_pack, dtype=torch.int32, device=row.device)
             numbers = torch.arange(len(starts), dtype=torch.int32, device=row.device)
-            self.for_kernels = {"cu_seq_lens_q": bounds, "seq_idx": numbers.repeat_interleave(bounds.diff())[None]}
+            of_tokens = numbers.repeat_interleave(bounds.diff(), output_size=len(row))  # told, the device is not asked
+            self.for_kernels = {"cu_seq_lens_q": bounds, "seq_idx": of_tokens[None]}
 
 
 def _cut(total: int, start: int, stop: int, path: tuple[Any, ...], tensor: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 from transformers.trainer_pt_utils import AcceleratorConfig
 
@@ -37,7 +38,7 @@ from omnibal.integrations.trainer.settings import (
     batch_size_of,
     data_rank_of,
     refuse_settings,
-    works_on_targets,
+    why_all_rows,
 )
 from omnibal.integrations.trainer.steps import counted_profile
 from omnibal.integrations.transformers import StepLoss, balance, rearrange
@@ -751,11 +752,39 @@ def test_memory_has_the_logits_that_the_head_makes(options, tmp_path):
     assert TrainerSettings.of(trainer).memory(profile, 8.0).target_rows == has_changed_head == (not options)
 
 
+@pytest.mark.parametrize("head", ["targets", "all"])
+def test_ligers_fused_loss_stays_away(head, tmp_path, monkeypatch, capsys):
+    """Its forward is as in liger-kernel 0.8.5: it asks the head without labels, which Trainer keeps for packs' loss."""
+    rows, plain = [], Case("internvl").plain()
+
+    def forward(self, input_ids=None, labels=None, skip_logits=None, logits_to_keep=0, **others):
+        assert not (self.training and labels is not None), "the fused loss would be used"
+        rows.append(input_ids.shape[1])
+        outputs = self.model(input_ids=input_ids, **others)
+        return CausalLMOutputWithPast(logits=self.lm_head(outputs[0]))
+
+    trainer = trainer_of("internvl", tmp_path, max_steps=2, logging_steps=1, logging_strategy="steps")
+    seen = trainer.model.lm_head.register_forward_hook(lambda module, args, output: rows.append(output.numel()))
+    monkeypatch.setattr(type(plain), "forward", forward)
+    balance(trainer, LIMITS["internvl"], samples_per_step=3, head=head)
+    trainer.train()
+    seen.remove()
+    told = "target rows" if head == "targets" else "all rows (head='all')"
+    assert f"; the head works on {told}\n" in capsys.readouterr().out
+    assert (rows[-1] == 1) == (head == "targets")
+    other = trainer_of("internvl", tmp_path / "plain", max_steps=2, logging_steps=1, logging_strategy="steps")
+    monkeypatch.undo()
+    balance(other, LIMITS["internvl"], samples_per_step=3)
+    other.train()
+    losses = [[entry["loss"] for entry in each.state.log_history if "loss" in entry] for each in (trainer, other)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
 def test_logits_that_a_model_bounds_are_all_made(tmp_path):
     trainer = trainer_of("gemma4", tmp_path)
-    assert works_on_targets(trainer)
+    assert why_all_rows(trainer) is None
     trainer.model.config.text_config.final_logit_softcapping = 30.0
-    assert not works_on_targets(trainer)
+    assert why_all_rows(trainer) == "final_logit_softcapping"
 
 
 def test_an_older_transformers_is_refused(tmp_path, monkeypatch):

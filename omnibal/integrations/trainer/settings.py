@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from copy import copy
 from importlib.metadata import version
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from packaging.version import Version
 
@@ -27,6 +27,8 @@ from omnibal.profile.records import Level, ModelProfile
 if TYPE_CHECKING:
     from transformers import Trainer
 
+Head = Literal["targets", "all"]
+"""The rows that a model's head works on in training: those that predict a target, where that is exact, or all."""
 SFT_FLOOR: Final = "1.16"  # the oldest TRL in the tests: its loss is called with the target tokens of the whole step
 FLOOR: Final = "5.23"  # the oldest transformers that the tests run with: balance changes what Trainer does inside
 COUNTED_BY_ACCELERATE: Final = "4.52"  # before it, Accelerate divides losses by the micro-batches of a step
@@ -215,14 +217,21 @@ def recompute_of(trainer: Any) -> Level:
     return "full" if by_model or by_fsdp else "none"
 
 
-def works_on_targets(trainer: Any) -> bool:
-    """Whether the head of the trainer's model works on target rows alone under ``StepLoss``."""
+def why_all_rows(trainer: Any, head: Head = "targets") -> str | None:
+    """Why the head of the trainer's model works on all rows under ``StepLoss``; None if on target rows alone."""
     # A compiled graph cannot hold gradients that are made in a forward pass; a tensor-parallel rank has a part of the
     # words and knows no loss; of models outside of FAMILIES nobody has shown that the loss gets what the head gives;
-    # Gemma 4 bounds it before.
+    # Gemma 4 bounds it before. Liger's fused loss gets no labels, as Trainer keeps them for the loss of packs.
     config = model_of(trainer).config
-    known = config.model_type in FAMILIES and getattr(config.get_text_config(), "final_logit_softcapping", None) is None
-    return not trainer.args.torch_compile and trainer.get_tp_size() == 1 and known
+    reasons = {
+        "head='all'": head == "all",
+        "SFTTrainer keeps its own loss": keeps_sft_loss(trainer),
+        "torch_compile": trainer.args.torch_compile,
+        "tensor-parallel ranks": trainer.get_tp_size() > 1,
+        f"not tried with {config.model_type}": config.model_type not in FAMILIES,
+        "final_logit_softcapping": getattr(config.get_text_config(), "final_logit_softcapping", None) is not None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 class TrainerSettings(NamedTuple):
@@ -244,7 +253,7 @@ class TrainerSettings(NamedTuple):
     device: Any  # torch's
 
     @classmethod
-    def of(cls, trainer: "Trainer") -> "TrainerSettings":
+    def of(cls, trainer: "Trainer", head: Head = "targets") -> "TrainerSettings":
         """The settings of a trainer that ``refuse_settings`` lets pass."""
         sharding, is_deepspeed = sharding_of(trainer), trainer.is_deepspeed_enabled
         ddp = trainer.accelerator.ddp_handler
@@ -259,7 +268,7 @@ class TrainerSettings(NamedTuple):
             trainer.args.world_size,
             data_seed(trainer),
             recompute_of(trainer),
-            works_on_targets(trainer),
+            why_all_rows(trainer, head) is None,
             is_ddp=sharding == "ddp" and not is_deepspeed,
             all_gradients=bool(all_gradients),
             held=HeldBytes.of(trainer, model_of(trainer), sharding),
