@@ -33,6 +33,7 @@ METHODS: Final[Mapping[str, Callable[[FloatArray, int], IntArray]]] = MappingPro
 """Methods for one cost, without limits. ``"even"`` takes several costs and limits, and is not among them."""
 PARTNERS: Final = 4  # ranks with least of a cost that the rank with most of it tries to exchange with
 EXCHANGES: Final = 8  # at most, per rank
+DIFFERENCING_SIZE: Final = 2**18  # samples x ranks up to which differencing takes at most about 0.2 s
 ROUNDING: Final = 1e-9  # share of a limit by which sums may exceed it: 0.1 + 0.1 + 0.1 is more than 0.3
 
 
@@ -88,7 +89,7 @@ def divide(
         return METHODS[method](values, int(num_ranks))
     columns = _columns(values)
     taken, most = _limited(columns, num_ranks, sizes, limits)
-    destination = _even(columns, int(num_ranks), taken, most)
+    destination = _even(columns, int(num_ranks), taken, most, columns.sum(axis=0) / num_ranks)
     if destination is None:
         fullest = (taken.sum(axis=0) / (num_ranks * most)).max()
         raise InfeasibleError(
@@ -96,6 +97,34 @@ def divide(
             f"of {len(columns)} samples over {num_ranks} ranks; raise the limits or take fewer samples"
         )
     return destination
+
+
+def divisions_of_seconds(
+    seconds: FloatArray, num_ranks: int, *, sizes: FloatArray, limits: FloatArray
+) -> list[IntArray]:
+    """Divide samples in several ways that obey the limits; the caller keeps the one with the shortest step.
+
+    Args:
+        seconds: Seconds of each sample in each phase, (samples, phases); any unit that all phases share will do.
+        num_ranks: Ranks.
+        sizes: What each sample takes of every limit, (samples, limits).
+        limits: The most that a rank may hold, (limits,).
+
+    Returns:
+        The rank of each sample, for each way that found a division: squares of seconds, squares of each phase in parts
+        of its own mean (which evens a short phase too), and, if samples are few, differencing on the sums of phases.
+    """
+    mean = seconds.sum(axis=0) / num_ranks
+    units = [np.full_like(mean, mean.sum())]
+    if np.count_nonzero(mean) > 1:
+        units.append(mean)
+    found = [_even(seconds, num_ranks, sizes, limits, unit) for unit in units]
+    if len(seconds) * num_ranks <= DIFFERENCING_SIZE:
+        destination = differencing(seconds.sum(axis=1), num_ranks)
+        held = [np.bincount(destination, size, num_ranks).max() for size in sizes.T]
+        if np.all(np.array(held) <= limits * (1 + ROUNDING)):
+            found.append(destination)
+    return [destination for destination in found if destination is not None]
 
 
 def _limited(
@@ -132,18 +161,20 @@ def _columns(values: FloatArray) -> FloatArray:
     return values[:, None] if values.ndim == 1 else values
 
 
-def _even(costs: FloatArray, num_ranks: int, sizes: FloatArray, most: FloatArray) -> IntArray | None:
+def _even(costs: FloatArray, num_ranks: int, sizes: FloatArray, most: FloatArray, unit: FloatArray) -> IntArray | None:
     """Divide samples so that ranks have about as much of every cost and hold no more than ``most``; None if none fits.
+
+    Costs compare in parts of ``unit``, (costs,). Costs of unlike units need the mean rank's load of each, which weighs
+    all costs alike: if a rank gets few samples, a small cost then hinders a large one. Seconds need one unit for all.
 
     O(n num_ranks), compiled: 0.2 s of one core for 2560 ranks with 60 samples each and one cost.
     """
-    # 1. Large samples first, each to the rank where the sum of all squared loads grows least, loads measured in the
-    #    mean rank's: that is the rank with least of what this sample has most of, and for one cost Algorithm 1.
+    # 1. Large samples first, each to the rank where the sum of all squared loads grows least, loads measured in
+    #    units: that is the rank with least of what this sample has most of, and for one cost Algorithm 1.
     # 2. The rank with most of a cost exchanges a sample (for one or for none) with a rank that has little of it, as
     #    long as squares fall.
-    # In parts of the mean rank's load and of the limits, so that costs and limits of unlike units compare.
-    mean = costs.sum(axis=0) / num_ranks
-    parts = np.ascontiguousarray(costs / np.where(mean > 0, mean, 1.0))
+    # Sizes are in parts of the limits, so that limits of unlike units compare.
+    parts = np.ascontiguousarray(costs / np.where(unit > 0, unit, 1.0))
     shares = np.ascontiguousarray(sizes / np.where(most > 0, most, 1.0))
     room = np.where(most > 0, 1 + ROUNDING, 0.0)
     # Where samples do not fit in the order of their costs, they may fit in the order of what they take of the limits.
@@ -159,7 +190,7 @@ def _even(costs: FloatArray, num_ranks: int, sizes: FloatArray, most: FloatArray
 def _place(order: IntArray, parts: FloatArray, shares: FloatArray, room: FloatArray, num_ranks: int) -> IntArray:
     """Each sample in ``order`` to the rank with room where squares grow least; an empty array if one has none.
 
-    ``parts`` are costs in parts of the mean rank's, (samples, costs); ``shares`` is what samples take of the limits, in
+    ``parts`` are costs in parts of their units, (samples, costs); ``shares`` is what samples take of the limits, in
     parts of them, (samples, limits); ``room`` the most of each that a rank may hold: 1 and a rounding error, or 0.
     """
     loads, held = np.zeros((num_ranks, parts.shape[1])), np.zeros((num_ranks, shares.shape[1]))
@@ -269,8 +300,9 @@ def balanced_rows(
     """Divide rollouts into micro-batches that take all ranks equally long, in the vision encoder and in the LLM.
 
     All ranks get equally many micro-batches, as few as the budget allows. Ranks run micro-batches of nearest cost at
-    the same time. Gradients do not depend on the division if the loss is a sum over all ranks' tokens divided by their
-    number. Every rank computes the same division from the same numbers.
+    the same time. Of several divisions the one with the shortest step is kept, if ranks wait for the slowest encoder
+    and the slowest LLM of each micro-batch (FSDP, ZeRO 3). Gradients do not depend on the division if the loss is a sum
+    over all ranks' tokens divided by their number. Every rank computes the same division from the same numbers.
 
     Args:
         lengths: What each rollout brings, prompt and answer together: ``vision_units`` of the prompt's images (tiles,
@@ -308,11 +340,12 @@ def balanced_rows(
         if equal_counts and len(lengths) % places:
             continue
         counts, most = np.ones_like(tokens), len(lengths) // places if equal_counts else len(lengths)
-        try:
-            place = divide(costs, places, sizes=np.stack([tokens, counts], axis=1), limits=[token_budget, most])
-        except InfeasibleError:
-            continue
-        return _rows(place, costs.sum(axis=1), ranks, number)
+        sizes, limits = np.stack([tokens, counts], axis=1, dtype=np.float64), np.array([token_budget, most], float)
+        found = divisions_of_seconds(costs, places, sizes=sizes, limits=limits)
+        dealt = [(place, _deal(place, costs, ranks, number)) for place in found]
+        if dealt:
+            place, held = min(dealt, key=lambda one: _step_seconds(one[0], one[1], costs))
+            return _rows(place, held)
     raise InfeasibleError(
         f"{len(lengths)} rollouts must divide into equal counts of at most {token_budget} tokens, got no such division "
         f"over {ranks} ranks of at least {fewest} micro-batches; raise token_budget or take another number of rollouts"
@@ -363,16 +396,26 @@ def _known(model: Any) -> Model:
     return Model.of(str(values["model_type"]), values)
 
 
-def _rows(place: IntArray, seconds: FloatArray, ranks: int, micro_batches: int) -> Rows:
-    """Deal the places of a division to ranks: those of nearest cost run at the same time, and ranks' sums are even."""
-    of_places = np.bincount(place, seconds, minlength=ranks * micro_batches)
-    ends = np.bincount(place, minlength=ranks * micro_batches).cumsum()
-    rollouts = np.split(np.argsort(place, kind="stable"), ends[:-1])
-    held: Rows = [[] for _ in range(ranks)]
-    sums = np.zeros(ranks)
+def _deal(place: IntArray, costs: FloatArray, ranks: int, micro_batches: int) -> IntArray:
+    """Deal the places of a division to ranks, (ranks, micro_batches): places of nearest cost run at the same time."""
+    of_places = np.bincount(place, costs.sum(axis=1), minlength=ranks * micro_batches)
+    held, sums = np.empty((ranks, micro_batches), dtype=np.int64), np.zeros(ranks)
     # A row of `ranks` places, dearest first; in each row the rank with least so far gets the dearest place.
-    for row in np.argsort(-of_places, kind="stable").reshape(micro_batches, ranks):
-        for rank, taken in zip(np.argsort(sums, kind="stable"), row, strict=True):
-            held[rank].append(rollouts[taken])
-            sums[rank] += of_places[taken]
+    for micro_batch, row in enumerate(np.argsort(-of_places, kind="stable").reshape(micro_batches, ranks)):
+        taking = np.argsort(sums, kind="stable")
+        held[taking, micro_batch] = row
+        sums[taking] += of_places[row]
     return held
+
+
+def _step_seconds(place: IntArray, held: IntArray, costs: FloatArray) -> tuple[float, float]:
+    """Seconds of the step where ranks wait in each phase of each micro-batch; then where they wait once a step."""
+    of_places = np.stack([np.bincount(place, cost, minlength=held.size) for cost in costs.T], axis=1)
+    seconds = of_places[held]  # (ranks, micro-batches, phases)
+    return float(seconds.max(axis=0).sum()), float(seconds.sum(axis=(1, 2)).max())
+
+
+def _rows(place: IntArray, held: IntArray) -> Rows:
+    ends = np.bincount(place, minlength=held.size).cumsum()
+    rollouts = np.split(np.argsort(place, kind="stable"), ends[:-1])
+    return [[rollouts[taken] for taken in rank] for rank in held]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from omnibal import SampleLengths, balanced_rows
 from omnibal.advise.models import Model
 from omnibal.cost import CostModel
+from omnibal.dispatch.divide import divide
 from omnibal.errors import ConfigError, DataError, InfeasibleError
 
 PAIR = (CostModel(vision_units=6e-3), CostModel(llm_tokens=1.6e-4, llm_tokens_squared=4e-9))
@@ -51,6 +52,43 @@ def test_ranks_are_even_in_encoder_and_llm_and_hold_as_few_micro_batches_as_the_
         of_parts = np.array([[cost[part].sum() for part in rank] for rank in rows])
         assert of_parts.sum(axis=1).max() < 1.02 * of_parts.sum(axis=1).mean()
         assert of_parts.max() < 1.1 * of_parts.mean()
+
+
+def step_seconds(lengths, rows, pair=PAIR):
+    """Ranks wait for the slowest encoder and the slowest LLM of each micro-batch."""
+    tokens = lengths.llm_tokens.astype(float)
+    costs = (pair[0].vision_units * lengths.vision_units, pair[1].llm_tokens * tokens)
+    costs = (costs[0], costs[1] + pair[1].llm_tokens_squared * tokens**2)
+    return sum(np.array([[cost[part].sum() for part in rank] for rank in rows]).max(axis=0).sum() for cost in costs)
+
+
+def test_a_small_encoder_does_not_part_what_the_llm_needs_together():
+    lengths = SampleLengths([1, 1, 0, 0, 0], [3, 3, 2, 2, 2])
+    pair = CostModel(vision_units=0.1), CostModel(llm_tokens=1.0)
+    rows = balanced_rows(lengths, pair, 2, 100)
+    # 6 and 6 seconds of the LLM, 0.2 and 0 of the encoder; an even encoder leaves the LLM 7 and 5.
+    assert sorted(rank[0].tolist() for rank in rows) == [[0, 1], [2, 3, 4]]
+    assert step_seconds(lengths, rows, pair) == pytest.approx(6.2)
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 2**32 - 1))
+def test_steps_are_never_longer_than_by_differencing_of_one_cost(count, ranks, seed):
+    generator = np.random.default_rng(seed)
+    lengths = SampleLengths(generator.integers(0, 13, count), generator.integers(1, 9000, count))
+    tokens = lengths.llm_tokens.astype(float)
+    one_cost = 6e-3 * lengths.vision_units + 1.6e-4 * tokens + 4e-9 * tokens**2
+    found = divide(one_cost, ranks, method="differencing")
+    differenced = [[np.flatnonzero(found == rank)] for rank in range(ranks)]
+    ours = balanced_rows(lengths, PAIR, ranks, 10**6)
+    assert step_seconds(lengths, ours) <= step_seconds(lengths, differenced) * (1 + 1e-9)
+
+
+def test_few_rollouts_a_rank_take_little_longer_than_the_least_that_is_possible():
+    lengths = rollouts(256)
+    tokens = lengths.llm_tokens.astype(float)
+    seconds = 6e-3 * lengths.vision_units + 1.6e-4 * tokens + 4e-9 * tokens**2
+    least = max(seconds.max(), seconds.sum() / 32)
+    assert step_seconds(lengths, balanced_rows(lengths, PAIR, 32, 10**6)) < 1.03 * least
 
 
 def test_long_rollouts_run_at_the_same_time():

@@ -16,6 +16,7 @@ from omnibal.advise.models import Model
 from omnibal.advise.wait import Sharding, phase_seconds, wait
 from omnibal.cost import Load
 from omnibal.device import Device
+from omnibal.dispatch.divide import _rollout_costs, divide
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
 from tools.bench import machine, table
@@ -24,10 +25,11 @@ from tools.synthetic import tiled_lengths
 
 RESULTS = Path(__file__).with_name("results.json")
 MODEL, DEVICE, BUDGET = "InternVL3-8B", "A100-80GB", TOKEN_BUDGET
-ANSWERS, PER_RANK = 8, 32
-DRAWS = {8: 5, 64: 3, 512: 1}
-"""Batches drawn, by number of ranks."""
+ANSWERS = 8
+DRAWS = {(8, 32): 5, (64, 4): 8, (64, 32): 3, (512, 8): 3, (512, 32): 1}
+"""Batches drawn, by number of ranks and rollouts a rank."""
 TRL = "TRL 1.16 AsyncGRPO (Σ L², budget)"
+KARMARKAR_KARP = "karmarkar_karp on seconds, one cost"
 Rows = list[list[Any]]
 
 
@@ -116,6 +118,23 @@ def as_last_rows(lengths: SampleLengths, left: list[int], ranks: int) -> list[li
     return rows
 
 
+def differenced(lengths: SampleLengths, ranks: int) -> Rows:
+    """Karmarkar and Karp on counted seconds of encoder and LLM together, over ranks, then over their micro-batches."""
+    seconds = _rollout_costs(lengths, MODEL).sum(axis=1)
+    of_ranks = divide(seconds, ranks, method="differencing")
+    micro_batches = 1
+    while True:
+        rows: Rows = [[] for _ in range(ranks)]
+        for rank, row in enumerate(rows):
+            own = np.flatnonzero(of_ranks == rank)
+            part_of = divide(seconds[own], micro_batches, method="differencing")
+            parts = [own[part_of == part] for part in range(micro_batches)]
+            row.extend(sorted(parts, key=lambda part: -seconds[part].sum()))
+        if max(lengths.llm_tokens[part].sum() for row in rows for part in row) <= BUDGET:
+            return rows
+        micro_batches += 1
+
+
 def ours(lengths: SampleLengths, ranks: int) -> Rows:
     """omnibal.balanced_rows."""
     return balanced_rows(lengths, MODEL, ranks, BUDGET)
@@ -125,6 +144,7 @@ METHODS: dict[str, Callable[[SampleLengths, int], Rows]] = {
     "as they came, up to the budget": as_they_came,
     TRL: trls,
     "verl 0.9.1 (karmarkar_karp, 24576·L + L²)": verls,
+    KARMARKAR_KARP: differenced,
     OURS: ours,
 }
 
@@ -147,29 +167,32 @@ def main(
         "token_budget": BUDGET,
         "rows": [],
     }
-    for ranks, draws in DRAWS.items():
-        batches = [rollouts(PER_RANK * ranks, seed) for seed in range(draws)]
-        for name, divide in METHODS.items():
+    for (ranks, per_rank), draws in DRAWS.items():
+        batches = [rollouts(per_rank * ranks, seed) for seed in range(draws)]
+        for name, method in METHODS.items():
             if ranks > MOST_RANKS.get(name, ranks):
                 continue
-            found["rows"].append({"ranks": ranks, "method": name, **figures(profile, batches, ranks, divide)})
-            print(ranks, name, flush=True)
+            setting = {"ranks": ranks, "rollouts": per_rank * ranks, "method": name}
+            found["rows"].append(setting | figures(profile, batches, ranks, method))
+            print(ranks, per_rank, name, flush=True)
         RESULTS.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     if measured:
-        found["measured"] = measured_row({name: METHODS[name] for name in METHODS if name not in (OURS, TRL)})
+        found["measured"] = measured_row(
+            {name: METHODS[name] for name in METHODS if name not in (OURS, TRL, KARMARKAR_KARP)}
+        )
         RESULTS.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     for title, rows in tables_of(found).items():
         print(f"\n## {title}\n\n{rows}")
 
 
 def figures(
-    profile: ModelProfile, batches: list[SampleLengths], ranks: int, divide: Callable[[SampleLengths, int], Rows]
+    profile: ModelProfile, batches: list[SampleLengths], ranks: int, method: Callable[[SampleLengths, int], Rows]
 ) -> dict[str, float]:
     """Means over the batches: seconds of the step where ranks meet, and how much longer it is than with even ranks."""
     seen = []
     for lengths in batches:
         started = time.process_time()
-        rows = divide(lengths, ranks)
+        rows = method(lengths, ranks)
         seconds = time.process_time() - started
         numbers = np.concatenate([part for rank in rows for part in rank]).astype(int)
         assert sorted(numbers) == list(range(len(lengths))), "each rollout once"
@@ -229,10 +252,10 @@ def tables_of(found: dict[str, Any]) -> dict[str, str]:
         )
 
     tables = {
-        f"{ranks} ranks, {PER_RANK * ranks:,} rollouts": rendered(
-            [row for row in found["rows"] if row["ranks"] == ranks], COLUMNS
+        f"{ranks} ranks, {count:,} rollouts": rendered(
+            [row for row in found["rows"] if (row["ranks"], row["rollouts"]) == (ranks, count)], COLUMNS
         )
-        for ranks in sorted({row["ranks"] for row in found["rows"]})
+        for ranks, count in sorted({(row["ranks"], row["rollouts"]) for row in found["rows"]})
     }
     return tables | ({"Two CPU ranks, measured": rendered(found["measured"], MEASURED)} if "measured" in found else {})
 
