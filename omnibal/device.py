@@ -9,11 +9,12 @@ from typing import Any, Final
 
 from omnibal.errors import ConfigError
 
-ALL_REDUCE_FRACTION: Final = 0.75
-"""Share of a link's bandwidth that sums among the devices of a node reach, once they are of tens of MB."""
+LINK_FRACTION: Final = 0.75
+"""Share of a link's bandwidth that sums, gathers and reductions of tens of MB reach."""
 # NCCL's protocol leaves 370 of an H100's 450 GB/s (0.82, NVIDIA/nccl-tests#212), and A100s with NVLink reach 208 of 300
 # (0.69, NVIDIA/nccl-tests#178). NVSwitches that sum themselves (NVLink SHARP) do better from 256 MB on; PCIe without
-# peer access does worse.
+# peer access does worse. A gather and a reduction are the two halves of such a sum, over the same rings; between nodes,
+# where nothing of ours was measured, the same share is taken.
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class Device:
     """To a device of another node, one direction, where each device has its share of the node's network."""
     flops_per_second: float | None = None
     """Peak of dense matrix products in 16 bits; half of it is reckoned with in 32 bits."""
-    fraction: float = 0.5
-    """Share of the peak that training reaches while it computes."""
+    fraction: float = 0.6
+    """Share of the peak that matrix products of a training reach; what else it does is memory traffic."""
     memory_bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
@@ -77,7 +78,9 @@ class Device:
         )
 
 
-# By their data sheets, dense products in 16 bits; the fractions are what published training runs commonly reach.
+# By their data sheets, dense products in 16 bits. Fractions are measured on an H200 (tools/gpu/RESULTS.md), whose chip
+# an H100 has. For the others they leave blocks of a 7B model, memory traffic among them, the share of the peak that
+# published training runs commonly reach: 50 % (40 % of a B200 and a V100, 35 % of an MI300X), but are at most 0.65.
 #
 # Memory is the least that torch was seen to report in total (``torch.cuda.mem_get_info``), as drivers keep some tenths
 # of a GiB more or less: 39.38 to 39.59 GiB of an A100-40GB (vllm-project/vllm#16570, raoyongming/DenseCLIP#52), 79.25
@@ -95,20 +98,20 @@ DEVICES: Final[Mapping[str, Device]] = {
         flops_per_second=flops, fraction=fraction, memory_bytes_per_second=bandwidth,
     )
     for name, memory_gib, link, network, flops, fraction, bandwidth in (
-        ("A100-40GB", 39.38, 300e9, 25e9, 312e12, 0.5, 1.555e12),
-        ("A100-80GB", 79.25, 300e9, 25e9, 312e12, 0.5, 2.039e12),
-        ("H100-80GB", 79.1, 450e9, 50e9, 989e12, 0.45, 3.35e12),
-        ("H100-PCIe-80GB", 79.1, 64e9, 25e9, 756e12, 0.45, 2.0e12),
-        ("H200-141GB", 139.8, 450e9, 50e9, 989e12, 0.45, 4.8e12),
-        ("B200-180GB", 178.0, 900e9, 50e9, 2250e12, 0.4, 8.0e12),
-        ("L40S-48GB", 44.4, 32e9, 25e9, 362e12, 0.5, 0.864e12),
-        ("RTX-A6000-48GB", 47.4, 32e9, 12.5e9, 154.8e12, 0.5, 0.768e12),
-        ("A10-24GB", 22.0, 32e9, 12.5e9, 125e12, 0.5, 0.6e12),
-        ("L4-24GB", 22.0, 32e9, 12.5e9, 121e12, 0.5, 0.3e12),
-        ("RTX-4090-24GB", 23.5, 32e9, 12.5e9, 165.2e12, 0.5, 1.008e12),
-        ("RTX-3090-24GB", 23.5, 32e9, 12.5e9, 71e12, 0.5, 0.936e12),
-        ("V100-32GB", 31.7, 150e9, 12.5e9, 125e12, 0.4, 0.9e12),
-        ("MI300X-192GB", 191.0, 448e9, 50e9, 1307e12, 0.35, 5.3e12),
+        ("A100-40GB", 39.38, 300e9, 25e9, 312e12, 0.6, 1.555e12),
+        ("A100-80GB", 79.25, 300e9, 25e9, 312e12, 0.6, 2.039e12),
+        ("H100-80GB", 79.1, 450e9, 50e9, 989e12, 0.69, 3.35e12),
+        ("H100-PCIe-80GB", 79.1, 64e9, 25e9, 756e12, 0.65, 2.0e12),
+        ("H200-141GB", 139.8, 450e9, 50e9, 989e12, 0.69, 4.8e12),
+        ("B200-180GB", 178.0, 900e9, 50e9, 2250e12, 0.53, 8.0e12),
+        ("L40S-48GB", 44.4, 32e9, 25e9, 362e12, 0.65, 0.864e12),
+        ("RTX-A6000-48GB", 47.4, 32e9, 12.5e9, 154.8e12, 0.65, 0.768e12),
+        ("A10-24GB", 22.0, 32e9, 12.5e9, 125e12, 0.65, 0.6e12),
+        ("L4-24GB", 22.0, 32e9, 12.5e9, 121e12, 0.65, 0.3e12),
+        ("RTX-4090-24GB", 23.5, 32e9, 12.5e9, 165.2e12, 0.61, 1.008e12),
+        ("RTX-3090-24GB", 23.5, 32e9, 12.5e9, 71e12, 0.55, 0.936e12),
+        ("V100-32GB", 31.7, 150e9, 12.5e9, 125e12, 0.46, 0.9e12),
+        ("MI300X-192GB", 191.0, 448e9, 50e9, 1307e12, 0.43, 5.3e12),
     )
 }  # fmt: skip
 _TORCH_NAMES: Final[Mapping[str, str]] = {

@@ -49,7 +49,7 @@ def test_a_plan_reads_well(tmp_path):
     "num_nodes": 1,
     "devices_per_node": 4,
     "device": {{"name": "card", "memory_bytes": 2000000000.0, "link_bytes_per_second": 1000000000.0, \
-"node_bytes_per_second": null, "flops_per_second": null, "fraction": 0.5, "memory_bytes_per_second": null}},
+"node_bytes_per_second": null, "flops_per_second": null, "fraction": 0.6, "memory_bytes_per_second": null}},
     "node_bytes_per_second": null,
     "latency_seconds": 0.0,
     "memory_bytes": [1000, 2000, 3000, 4000],

@@ -21,6 +21,10 @@ packs that take equally long."""
 GROUPED: Final = 50  # batches of a rank's step that transformers' group_by_length sorts at a time
 QUADRATIC: Final = 0.001  # transformers' batch_rebalance evens out samples · (length + QUADRATIC · length²)
 BISECTIONS: Final = 16  # steps of the search for the cost of a rebalanced batch
+# Time of attention under a dense mask, in times of what is counted for as many squared tokens of packs, whose causal
+# attention needs half of all pairs. At 8,192 tokens, which kernels like, an H200 took 2.0 times (tools/gpu/RESULTS.md,
+# "Attention"). The five padded rows of its "ladder", of real lengths, fit best with 3.5.
+MASKED: Final = 3.5
 PARTS: Final = 8  # an eighth of the packs get a sample before packs are compared again
 Indices = npt.NDArray[np.int64]
 
@@ -70,6 +74,19 @@ class Batches:
     loads: Load
     real: Load  # what they hold without padding
     samples_per_step: float
+
+    def timed(self, *, masks: bool = True) -> Load:
+        """The loads that costs are asked for: squared tokens are those that attention takes the time of.
+
+        transformers makes a dense mask for rows of which any is padded, and none for rows of one length
+        (``_ignore_causal_mask_sdpa``). Without masks, as flash attention does it, padding is not attended to.
+        """
+        loads, real = self.loads, self.real
+        squares = np.where(loads.llm_tokens > real.llm_tokens, MASKED, 1.0) * loads.llm_tokens_squared
+        return Load(
+            loads.vision_units, loads.llm_tokens, squares if masks else real.llm_tokens_squared, loads.vision_squared,
+            loads.target_tokens, loads.sound_units,
+        )  # fmt: skip
 
     @property
     def num_samples(self) -> float:

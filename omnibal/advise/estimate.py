@@ -13,7 +13,8 @@ from omnibal.advise.wait import Sharding, exposed_seconds, phase_costs, phase_se
 from omnibal.cluster import Cluster
 from omnibal.cost import FloatArray
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.limits import PackLimits
+from omnibal.data.limits import PackLimits, largest_load
+from omnibal.data.step_size import limits_of_step
 from omnibal.errors import InfeasibleError, bytes_in_words
 from omnibal.profile.records import Level, ModelProfile
 
@@ -202,12 +203,26 @@ class Estimate:
     def peaks(self) -> tuple[float, float]:
         """Bytes of the fullest rank of any step, and of a rank on average."""
         ranks = [self.memory.peak_bytes(batches.loads).max(axis=2) for batches in self.batches]
-        return max(float(peaks.max()) for peaks in ranks), float(np.mean([peaks.mean() for peaks in ranks]))
+        fullest, mean = max(float(peaks.max()) for peaks in ranks), float(np.mean([peaks.mean() for peaks in ranks]))
+        if self.recipe.batching == "even" and fullest > self._usable_bytes:
+            # Even packs divide the samples of one step. The planner's are cut by limits, from samples of many steps.
+            most = largest_load(self.scenario.lengths, self.limits_for(self.scenario.lengths, holds_all=True))
+            fullest = min(fullest, float(self.memory.peak_bytes(most)))
+        return fullest, mean
+
+    def limits_for(self, lengths: SampleLengths, *, holds_all: bool) -> PackLimits:
+        """Limits in about the proportion of the packs, under which a step of the planner has as many samples."""
+        packs = self.scenario.cluster.num_devices * self.recipe.micro_batches
+        return limits_of_step(lengths, self.limits, self.samples_per_step, packs, holds_all=holds_all)
 
     @property
     def missing_bytes(self) -> int:
         """What the fullest rank lacks, with the head room; negative or 0 where it fits."""
-        return int(self.peaks[0] - self.memory.budget_bytes * (1 - HEAD_ROOM))
+        return int(self.peaks[0] - self._usable_bytes)
+
+    @property
+    def _usable_bytes(self) -> float:
+        return self.memory.budget_bytes * (1 - HEAD_ROOM)
 
     @property
     def fits(self) -> bool:
@@ -217,8 +232,9 @@ class Estimate:
         profile, recipe, steps = self.scenario.profile, self.recipe, batches.loads.shape[0]
         ranks = self.scenario.cluster.num_devices
         # What passes take as they are; without recomputation; and without padding, too.
-        costs = phase_seconds(profile, batches.loads, recompute=recipe.recompute)
-        plain, real = phase_seconds(profile, batches.loads), phase_seconds(profile, batches.real)
+        loads = batches.timed()
+        costs = phase_seconds(profile, loads, recompute=recipe.recompute)
+        plain, real = phase_seconds(profile, loads), phase_seconds(profile, batches.real)
         run, once, useful = (float(sum(seconds.sum() for seconds in each.values())) for each in (costs, plain, real))
         waits = {phase: seconds.sum() for phase, seconds in wait(costs, recipe.sharding).items()}
         waited = float(sum(waits.values()))

@@ -270,7 +270,7 @@ class Weighing:
             sent += self._exchange_seconds
         whole = useful + waited + recomputed + sent
         # What is sent does not depend on what recomputes.
-        costs = [phase_seconds(self.scenario.profile, batches.loads) for batches in kept.batches]
+        costs = [phase_seconds(self.scenario.profile, batches.timed()) for batches in kept.batches]
         unhidden = np.mean(
             [
                 exposed_seconds(kept.memory.held, recipe.sharding, self._cluster, phases, hides=False).sum()

@@ -15,7 +15,7 @@ from omnibal.advise.wait import Sharding
 from omnibal.cluster import Cluster
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.step_size import limits_of_step, samples_made
+from omnibal.data.step_size import samples_made
 from omnibal.feeds.buffer_plan import buffer_of
 from omnibal.plan import Plan
 
@@ -162,7 +162,7 @@ def propose(
 ) -> Proposal:
     """Limits in about the proportion of what even packs hold, under which a step has the estimate's samples."""
     packs = estimate.scenario.cluster.num_devices * estimate.recipe.micro_batches
-    limits = limits_of_step(lengths, estimate.limits, estimate.samples_per_step, packs, holds_all=holds_all)
+    limits = estimate.limits_for(lengths, holds_all=holds_all)
     made = samples_made(lengths, limits, packs, num_samples=num_samples)
     return Proposal(limits, made, len(limits.oversized(lengths)) / len(lengths))
 

@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike
 
 from omnibal.cluster import Cluster, Layout
 from omnibal.cost import CostModel, FloatArray, Load
+from omnibal.device import LINK_FRACTION
 from omnibal.errors import ConfigError
 from omnibal.profile.records import Level, ModelProfile
 
@@ -137,11 +138,16 @@ def _stacked(costs: Mapping[str, ArrayLike]) -> FloatArray:
 
 
 def bandwidth(cluster: Cluster) -> float:
-    """Bytes per second that every device gets while all of them gather or reduce."""
+    """Bytes per second that every device gets while all of them gather or reduce.
+
+    Links that a cluster's record gives are taken as they are; of data sheets' a part is reached.
+    """
     between = cluster.links_of(Layout(num_replicas=cluster.num_devices)).between_replicas
-    if cluster.links is not None or cluster.num_nodes == 1:
+    if cluster.links is not None:
         return between
-    return min(cluster.device.link_bytes_per_second, cluster.devices_per_node * between)
+    if cluster.num_nodes == 1:
+        return LINK_FRACTION * between
+    return LINK_FRACTION * min(cluster.device.link_bytes_per_second, cluster.devices_per_node * between)
 
 
 def exposed_seconds(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 from omnibal.cost import CostModel
-from omnibal.device import ALL_REDUCE_FRACTION, Device
+from omnibal.device import LINK_FRACTION, Device
 from omnibal.errors import ConfigError
 from omnibal.families.base import ADAPTER_SIZES, LayerRecord, check_frozen
 from omnibal.families.parts import check_degree, units_of
@@ -21,6 +22,19 @@ _FLOAT32_BYTES = 4
 _LOSS_ELEMENTS = 6
 # Backward of fused attention, which computes the scores again, in forward passes.
 _ATTENTION_BACKWARD = 2.5
+# An H200 took 1.88, 3.29 and 6.89 ms for packed attention of 8,192 tokens, both passes, in samples of 512, of up to
+# 4,096 and of 8,192 tokens (tools/gpu/RESULTS.md, "Attention"): the line through these is 32 % of its peak, where
+# products reach 69 %, and the time of so many elements of memory traffic for each element of a token's queries.
+_ATTENTION_SLOWER = 2.16
+_ATTENTION_TRAFFIC = 42
+# Elements read and written for one that passes a module of transformers, forward: RMSNorm in float32 operation by
+# operation, LayerNorm fused, a sum of two branches, rotary embedding with its rotated half, an activation, a gated one.
+_RMS_NORM, _LAYER_NORM, _SUM, _ROTARY, _ACTIVATION, _GATED = 18, 2, 3, 10, 2, 5
+# The backward pass reads and writes about twice the elements of the forward pass.
+_TRAFFIC_BACKWARD = 2
+# Products with a vocabulary whose rows are not of whole 16 bytes take so many times as long, by the largest power of 2
+# up to 8 in it: 151,674 and 92,553 words were measured (tools/gpu/RESULTS.md, "Layers"), 4 lies between.
+_UNALIGNED = {8: 1.0, 4: 1.5, 2: 2.3, 1: 5.3}
 
 
 def device_to_count(name: str | None) -> Device:
@@ -57,9 +71,11 @@ def analytic_profile(
     Source of the split: Shoeybi et al., "Megatron-LM" (2019), section 3; of the tokens' Korthikanti et al., "Reducing
     Activation Recomputation in Large Transformer Models" (2022), section 4.2.2.
     """
-    # Matrix products run at ``device.fraction`` of the peak, whatever their sizes. Attention is counted within samples,
-    # and causal in the language model. Norms and activation functions are thought of as part of the fraction;
-    # embeddings and the loss, which are all memory traffic, are counted. Kept bytes are those of transformers' modules
+    # Matrix products run at ``device.fraction`` of the peak, and beside that read their inputs and write their outputs
+    # at the memory's speed, which is how narrow layers come to less of the peak than wide ones. Norms, rotary
+    # embeddings, activation functions, embeddings and the loss are all memory traffic. Attention is counted within
+    # samples, and causal in the language model. That layers of 1B models wait for the host, which starts their
+    # operations one by one, is not counted: costs are affine. Kept bytes are those of transformers' modules
     # on fused attention. AdamW keeps two moments in float32, and a master copy of 16-bit parameters.
     unknown = sorted({record.kind for record in records} - set(_WORK))
     if unknown:
@@ -167,7 +183,7 @@ class _Work:
     products: CostModel = field(default_factory=CostModel)
     # Operations of products of activations, forward:
     attention: CostModel = field(default_factory=CostModel)
-    # Elements read and written beside the products, forward; backward takes as many:
+    # Elements read and written, forward; backward takes ``_TRAFFIC_BACKWARD`` times as many:
     traffic: CostModel = field(default_factory=CostModel)
     whole_traffic: CostModel = field(default_factory=CostModel)
     # Elements that autograd keeps, and float32 numbers beside them, whatever the dtype (the inputs of RMS norms):
@@ -210,7 +226,7 @@ class _Rates:
         # half of that each. Nothing is computed meanwhile: Megatron-LM hides a part of the backward ones behind weight
         # gradients. Their latency is not counted, nor what norms over the width of split heads (InternViT-6B's) and
         # adapters sum, which is small.
-        elements_per_second = device.link_bytes_per_second * ALL_REDUCE_FRACTION / element_bytes
+        elements_per_second = device.link_bytes_per_second * LINK_FRACTION / element_bytes
         self.reduce_seconds = 2 * (degree - 1) / degree / elements_per_second
 
 
@@ -223,7 +239,8 @@ def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, rates: _
     adapters, ranks, dropped = (record.sizes.get(name, 0) for name in ADAPTER_SIZES)
     # Operations, forward; backward to the inputs and to the weights take as many each.
     beside = 2 * adapters * work.rows
-    inputs = operation * (work.products + beside + _ATTENTION_BACKWARD * work.attention) + traffic
+    attention = _ATTENTION_SLOWER * work.attention
+    inputs = operation * (work.products + beside + _ATTENTION_BACKWARD * attention) + _TRAFFIC_BACKWARD * traffic
     inputs += rates.reduce_seconds * work.reduced_backward
     backward = inputs if before is not None else CostModel()  # pixels need no gradient
     share, share_of_adapters = _trained_shares(record, trained)
@@ -234,7 +251,7 @@ def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, rates: _
     numbers = trained * split * copies
     master_bytes = _FLOAT32_BYTES if rates.element_bytes < _FLOAT32_BYTES else 0
     optimizer_bytes = numbers * (2 * _FLOAT32_BYTES + master_bytes)
-    forward = operation * (work.products + beside + work.attention) + traffic + rates.reduce_seconds * work.reduced
+    forward = operation * (work.products + beside + attention) + traffic + rates.reduce_seconds * work.reduced
     backward = backward if waits else backward + weights
     # of an adapter what its first matrix puts out; under dropout its own input and a byte for each number of it
     beside_kept = element * (ranks + dropped) * work.rows + split * dropped * work.rows
@@ -305,11 +322,23 @@ def _vision_block(sizes: Mapping[str, int]) -> _Work:
     tokens, hidden, intermediate = sizes["tokens_per_tile"], sizes["hidden"], sizes["intermediate"]
     matrices, attended = sizes.get("mlp_matrices", 2), sizes.get("attended", tokens)
     query = sizes["heads"] * sizes["head_dim"]  # the hidden size, and zero heads
+    scales = sizes.get("residual_scales", 2)
+    norms = _RMS_NORM * sizes["rms_norms"] + _LAYER_NORM * (2 - sizes["rms_norms"])
     # each pair of tokens takes two products of two operations for each element; 0 stands for all patches of the image
     pairs = CostModel(vision_units=tokens * attended) if attended else CostModel(vision_squared=1)
     return _Work(
         products=CostModel(vision_units=2 * tokens * (4 * hidden * query + matrices * hidden * intermediate)),
         attention=4 * query * pairs,
+        # both sides of the products; norms, scales and sums of branches; rotary embedding, norms of queries and keys
+        traffic=CostModel(
+            vision_units=tokens
+            * (
+                (4 + matrices + norms + 2 * _SUM + 2 * scales) * hidden
+                + (4 + 2 * _ROTARY * sizes.get("rotary", 0) + _RMS_NORM * sizes["qk_norms"]) * query
+                + _ATTENTION_TRAFFIC * query
+                + (matrices + (_ACTIVATION if matrices == 2 else _GATED)) * intermediate
+            )
+        ),
         # queries, keys, values (where queries and keys are turned, with what they were), attention's output; the MLP's
         # activation and its inputs; of norms of queries and keys what is multiplied by the weight. Of two norms the
         # input or (RMS) what is multiplied by the weight; the residual branches that are scaled
@@ -318,7 +347,7 @@ def _vision_block(sizes: Mapping[str, int]) -> _Work:
             * (
                 (4 + 2 * sizes.get("rotary", 0) + sizes["qk_norms"]) * query
                 + sizes.get("kept_in_mlp", 2) * intermediate
-                + (2 + sizes.get("residual_scales", 2)) * hidden
+                + (2 + scales) * hidden
             )
         ),
         # outputs of two norms, gathered for weight gradients; what a final norm reads
@@ -349,6 +378,7 @@ def _projector(sizes: Mapping[str, int]) -> _Work:
     inner = sizes.get("inner", hidden)
     return _Work(
         products=CostModel(vision_units=2 * tokens * (shuffled * inner + inner * hidden)),
+        traffic=CostModel(vision_units=tokens * ((1 + _LAYER_NORM) * shuffled + (2 + _ACTIVATION) * inner + hidden)),
         # inputs of the activation and of the second product; whole those of the norm and of the first one
         saved=CostModel(vision_units=tokens * 2 * inner),
         whole_saved=CostModel(vision_units=tokens * (1 + sizes.get("norms", 1)) * shuffled),
@@ -390,6 +420,16 @@ def _decoder_block(sizes: Mapping[str, int]) -> _Work:
             llm_tokens=2 * (2 * hidden * (query + key_value) + 3 * hidden * intermediate + hidden * experts)
         ),
         attention=CostModel(llm_tokens_squared=2 * query),  # half of all pairs of tokens, 2 products, 2 operations each
+        # both sides of the products; two norms and two sums of branches; rotary embedding, norms of queries and keys
+        traffic=CostModel(
+            llm_tokens=(4 + 3 * active + 2 * _RMS_NORM + 2 * _SUM) * hidden
+            + (2 + _ATTENTION_TRAFFIC) * query
+            + 2 * key_value
+            + _ROTARY * (query + key_value)
+            + _RMS_NORM * normed
+            + (3 + _GATED) * intermediate
+            + copies
+        ),
         # queries, keys, values, attention's output; the MLP's gate, its activation, the other branch, their product; of
         # norms of queries and keys the output before the weight; of two norms alike, and gathered the output after it
         saved=CostModel(llm_tokens=2 * query + 2 * key_value + 4 * intermediate + normed + 2 * hidden),
@@ -410,7 +450,7 @@ def _decoder_block(sizes: Mapping[str, int]) -> _Work:
 def _final_norm(sizes: Mapping[str, int]) -> _Work:
     hidden = sizes["hidden"]
     return _Work(
-        whole_traffic=CostModel(llm_tokens=4 * hidden),
+        whole_traffic=CostModel(llm_tokens=_RMS_NORM * hidden),
         whole_saved=CostModel(llm_tokens=hidden),
         whole_saved_float32=CostModel(llm_tokens=hidden),
         output=CostModel(llm_tokens=hidden),
@@ -419,8 +459,9 @@ def _final_norm(sizes: Mapping[str, int]) -> _Work:
 
 def _head(sizes: Mapping[str, int]) -> _Work:
     hidden, vocabulary = sizes["hidden"], sizes["vocab"]
+    slower = _UNALIGNED[math.gcd(vocabulary, 8)]
     return _Work(
-        products=CostModel(target_tokens=2 * hidden * vocabulary),
+        products=CostModel(target_tokens=slower * 2 * hidden * vocabulary),
         traffic=CostModel(target_tokens=6 * vocabulary),  # logits, in float32 too, and their logarithmic softmax
         whole_saved=CostModel(target_tokens=hidden),  # the gradient of its input
         reduced=CostModel(target_tokens=_LOSS_ELEMENTS),

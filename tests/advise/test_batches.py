@@ -35,6 +35,17 @@ def test_padded_batches_are_as_long_as_their_longest_sample():
     assert padded_batches(samples, batch=2, num_ranks=1, micro_batches=2, batching="flattened").loads == found.real
 
 
+def test_padded_rows_take_the_time_of_a_dense_mask():
+    samples = samples_of(SampleLengths([1, 0, 2, 3], [10, 4, 8, 8]))
+    found = padded_batches(samples, batch=2, num_ranks=1, micro_batches=2)
+    # Rows of one length need no mask. What costs see but squares stays.
+    np.testing.assert_allclose(found.timed().llm_tokens_squared, [[[3.5 * 200, 128]]])
+    assert found.timed().llm_tokens.tolist() == found.loads.llm_tokens.tolist() == [[[20, 16]]]
+    assert found.timed(masks=False).llm_tokens_squared.tolist() == [[[116, 128]]]
+    packs = random_packs(samples, PackLimits(6, 20), num_ranks=1, micro_batches=1)
+    assert packs.timed() == packs.loads
+
+
 def test_padding_is_no_target_and_a_head_on_all_rows_knows_none():
     lengths = SampleLengths([1, 0, 2, 3], [10, 4, 7, 8], target_tokens=[3, 2, 5, 1])
     samples = Samples.draw(lengths, 40, np.random.default_rng(0))

@@ -56,7 +56,7 @@ def test_padding_and_waits_go_where_packs_are_even():
     advice = advise(scenario(), Recipe("zero3", "random", 4, 8))
     assert changes_of(advice)["packing"].brings
     assert changes_of(advice)["balance"].brings
-    assert changes_of(advice, is_setting=True)["recompute"].factor == pytest.approx(4 / 3, abs=0.04)  # but for the head
+    assert changes_of(advice, is_setting=True)["recompute"].factor == pytest.approx(4 / 3, abs=0.05)  # but for the head
     assert advice.after.shares["padding"] == 0
     assert advice.after.shares["useful"] > 0.95
     # the same samples in fewer seconds, of which each cause had its part
@@ -156,7 +156,7 @@ def test_fewer_packs_pay_where_ranks_mostly_gather_parameters():
     assert (batch.brings, batch.detail) == (True, "batches of 4, 2 of them per rank and step")
     assert by_name["packing"].brings
     assert advice.beyond.factor < advice.settings.factor
-    assert (advice.after.recipe.batching, advice.after.recipe.micro_batches) == ("even", 2)
+    assert (advice.after.recipe.batching, advice.after.recipe.micro_batches) == ("even", 1)
 
 
 def test_a_head_on_target_rows_takes_the_time_of_those_and_never_all_logits():
@@ -218,8 +218,8 @@ def test_communication_shows_only_beyond_what_it_runs_beside():
     costs = {phase: np.full((2, 8, 3), 1.0) for phase in (
         "vision forward", "language forward", "language backward", "vision backward")}  # fmt: skip
     for sharding in ("ddp", "zero1", "zero2", "zero3"):
-        assert exposed_seconds(WHOLE, sharding, EIGHT, costs).max() < 0.06
-    slow = replace(EIGHT, device=replace(EIGHT.device, link_bytes_per_second=1e9))
+        assert exposed_seconds(WHOLE, sharding, EIGHT, costs).max() < 0.06 / 0.75
+    slow = replace(EIGHT, device=replace(EIGHT.device, link_bytes_per_second=1e9 / 0.75))
     gathered = 7 / 8 * sum(layer.parameter_bytes for layer in WHOLE.layers) / 1e9
     trained = 7 / 8 * sum(layer.gradient_bytes for layer in WHOLE.layers) / 1e9
     phases = exposed_seconds(WHOLE, "zero3", slow, costs)
@@ -227,4 +227,4 @@ def test_communication_shows_only_beyond_what_it_runs_beside():
     assert phases[0] == pytest.approx(3 * (2 * gathered + trained), rel=0.15)
     assert exposed_seconds(WHOLE, "ddp", slow, costs)[0] == pytest.approx(2 * trained - 2)
     assert exposed_seconds(WHOLE, "zero2", slow, costs)[0] == pytest.approx(3 * (trained - 2) + trained)
-    assert bandwidth(Cluster.parse("2x8xA100-80GB")) == 8 * 25e9
+    assert bandwidth(Cluster.parse("2x8xA100-80GB")) == 0.75 * 8 * 25e9

@@ -12,7 +12,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.integrations.trainer.clock import LEAST_TIMED, Kernel
 from omnibal.integrations.trainer.spread import spread
 from tools.dropin.ways import Task, by_tokens
-from tools.gpu import ladder
+from tools.gpu import ladder, promises
 from tools.gpu.cells import rows_of
 from tools.gpu.jobs import Jobs
 from tools.gpu.kernels import by_kind, kind_of, longest, profiled
@@ -261,3 +261,17 @@ def test_the_command_knows_every_part():
     assert re.search(r"^# Parts: (.*) \(by default all", text, re.M)[1].split() == [*PARTS]
     assert re.search(r"^ +(.*)\) parts\+=", text, re.M)[1].split(" | ") == [*PARTS]
     assert re.search(r"\|\| parts=\((.*)\)", text)[1].split() == [*PARTS]
+
+
+def test_counted_gains_are_near_measured_ones_and_nearer_than_without_masks():
+    for name, found, before, after in promises.rows():
+        # "As printed" is over all batches, and the GPU timed a few with other shares of padding.
+        assert abs(after / found - 1) < (0.13 if "as printed" in name else 0.1), name
+        assert abs(after / found - 1) <= abs(before / found - 1), name
+
+
+def test_counted_layers_take_about_what_they_took():
+    off = {name: counted / measured - 1 for name, measured, counted in promises.layer_rows()}
+    blocks = [f"{model}, {kind} block" for model in ("8B", "26B") for kind in ("vision", "decoder")]
+    assert max(abs(off[name]) for name in blocks) < 0.06
+    assert max(abs(off["8B, head"]), abs(off["26B, head"])) < 0.02

@@ -102,16 +102,10 @@ class Runs:
         predicted = self._predicted(profile, load, plan)
         seconds = median(found["seconds"][WARM_UP:])
         work = [layer.forward_seconds + layer.backward_seconds + layer.weight_seconds for layer in profile.layers]
-        busy = (
-            processes
-            // plan.num_stages
-            * MICRO_BATCHES
-            * sum(float(cost(load)) for cost in work)
-            * self.counted.fraction
-        )
+        busy = processes // plan.num_stages * MICRO_BATCHES * sum(float(cost(load)) for cost in work)
         return {
             "step s": seconds,
-            "share of the peak": busy / seconds / (1 if shared else processes),
+            "share of counted work": busy / seconds / (1 if shared else processes),
             "predicted GiB": ", ".join(f"{size / GIB:.2f}" for size in predicted),
             "measured GiB": ", ".join(f"{peak / GIB:.2f}" for peak in found["peak_bytes"]),
             "measured / predicted": ", ".join(

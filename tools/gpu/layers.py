@@ -97,7 +97,6 @@ class LayerBench:
                 "tokens": int(load.llm_tokens),
                 "forward ms": 1e3 * forward.seconds,
                 "measured / counted": forward.seconds / counted(cost.forward_seconds, load),
-                "share of the peak": self.counted.fraction * counted(cost.forward_seconds, load) / forward.seconds,
                 "backward ms": 1e3 * backward.seconds,
                 "backward measured / counted": backward.seconds / expected if expected else "not counted",
                 "spread": (forward + backward).spread,

@@ -59,7 +59,8 @@ def add_layers(report: Report, *, small: bool) -> None:
         report.add("Memory", "What a process takes before it does anything, in MiB.", memory_rows)
     report.add("Attention", "Forward and backward, 28 heads of 128, 4 of keys, bf16.",
                lambda: attention_rows(device, 512 if small else 8192))  # fmt: skip
-    explanation = f"Times beside those counted for {counted.name} at {counted.fraction:.0%} of its peak; bf16."
+    share = f"products at {counted.fraction:.0%} of its peak"
+    explanation = f"Times beside those counted for {counted.name}, {share}; bf16."
     report.add("Layers", explanation, bench.times)
     for title, text, rows in (
         ("The affine model", "Its error against what it was fitted to, by share of the largest pack.", bench.fits),

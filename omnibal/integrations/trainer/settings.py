@@ -192,7 +192,16 @@ def asked_steps(
         asked = integer("samples_per_step", samples_per_step, num_replicas)
     # Batches of the samples asked for are what packs are compared with.
     batches = max(round(asked / batch_size / num_replicas), 1)
-    return AskedSteps(asked, batch_size, batches, args.num_train_epochs, args.max_steps, limits)
+    masks = _masks_padding(model_of(trainer))
+    return AskedSteps(asked, batch_size, batches, args.num_train_epochs, args.max_steps, limits, masks)
+
+
+def _masks_padding(model: Any) -> bool:
+    """Whether attention to padded rows is under a dense mask: flash and flex attention need none."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    name = str(getattr(text, "_attn_implementation", ""))
+    return not any(kind in name for kind in ("flash", "flex"))
 
 
 def set_micro_batches(trainer: Any, micro_batches: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from omnibal.advise.batches import Batching, Samples, padded_batches, random_packs
+from omnibal.advise.batches import Batches, Batching, Samples, padded_batches, random_packs
 from omnibal.advise.estimate import Way, gain_in_words
 from omnibal.advise.models import adapted_profile
 from omnibal.advise.wait import MEETINGS, CostByPhase, Sharding, step_seconds
@@ -119,6 +119,7 @@ class AskedSteps:
     epochs: float  # how many there are, unless max_steps says when to end
     max_steps: int = -1
     limits: PackLimits | None = None  # those that were given
+    masks: bool = True  # whether attention of padded rows is under a dense mask, as transformers' "sdpa" has it
 
     def told(self, sampler: PackSampler) -> str:
         """What an optimizer step holds of what was asked, and what becomes of the schedule where it holds another."""
@@ -147,19 +148,19 @@ def expected_gains(
     """Compare the sampler's steps with the host's own batches, and with packs that are not balanced."""
     samples, ranks = _drawn(sampler, asked_steps)
 
-    def per_sample(loads: Load, samples_a_step: float) -> float:
-        return float(np.add(*step_seconds(loads, costs, layout)).mean()) / samples_a_step
+    def per_sample(batches: Batches) -> float:
+        loads = batches.timed(masks=asked_steps.masks)
+        return float(np.add(*step_seconds(loads, costs, layout)).mean()) / batches.samples_per_step
 
     def host(batching: Batching) -> float:
-        batches = padded_batches(samples, batch=asked_steps.batch_size, batching=batching, **ranks)
-        return per_sample(batches.loads, batches.samples_per_step)
+        return per_sample(padded_batches(samples, batch=asked_steps.batch_size, batching=batching, **ranks))
 
-    ours = per_sample(first_steps(sampler), samples_per_step(sampler))
+    ours = per_sample(first_batches(sampler))
     present, grouped = host("random"), host("group_by_length") / ours
     if isinstance(sampler, PaddedSampler):
         return Gains(None, present / ours, grouped)
     packs = random_packs(samples, limits, **ranks | {"micro_batches": sampler.micro_batches})
-    packed = per_sample(packs.loads, packs.samples_per_step)
+    packed = per_sample(packs)
     packing, share = present / packed, 1.0
     if holds_one(samples_per_pack(sampler)) and packing > 1:
         # Counted costs do not know what more and smaller micro-batches cost: they see that padding is gone.
@@ -175,9 +176,12 @@ def _drawn(sampler: PackSampler, asked_steps: AskedSteps) -> tuple[Samples, Any]
     return samples.all_rows, {"num_ranks": sampler.num_replicas, "micro_batches": asked_steps.micro_batches}
 
 
-def first_steps(sampler: PackSampler) -> Load:
-    """What the first steps of the current epoch hold, shape (steps, ranks, micro-batches)."""
-    return Load.stack(sampler.load(step) for step in range(min(sampler.num_steps, COMPARED_STEPS)))
+def first_batches(sampler: PackSampler) -> Batches:
+    """Micro-batches of the first steps of the current epoch."""
+    steps = range(min(sampler.num_steps, COMPARED_STEPS))
+    loads = Load.stack(sampler.load(step) for step in steps)
+    real = Load.stack(sampler.packs_of_step(step).load(sampler.lengths) for step in steps).reshape(loads.shape)
+    return Batches(loads, real, samples_per_step(sampler))
 
 
 def samples_per_step(sampler: PackSampler) -> float:
@@ -205,13 +209,14 @@ def describe(
     """What is printed before training, a fact a line: packs, steps, waits with and without, and what is expected."""
     lengths, padded = sampler.lengths, isinstance(sampler, PaddedSampler)
     samples, ranks = _drawn(sampler, asked_steps)
-    random, first = padded_batches(samples, batch=asked_steps.batch_size, **ranks), first_steps(sampler)
+    random, first = padded_batches(samples, batch=asked_steps.batch_size, **ranks), first_batches(sampler)
     padding = 1 - float(random.real.llm_tokens.sum() / random.loads.llm_tokens.sum())
     alone = len(limits.oversized(lengths))
     sounds = "" if limits.sound_units is None else f" and {limits.sound_units} sound units"
 
-    def waiting_of(loads: Load) -> list[str]:
-        return Waiting.of(loads, costs, layout).told(sampler.num_replicas, lengths.vision_unit)
+    def waiting_of(batches: Batches) -> list[str]:
+        waiting = Waiting.of(batches.timed(masks=asked_steps.masks), costs, layout)
+        return waiting.told(sampler.num_replicas, lengths.vision_unit)
 
     given, notes = asked_steps.limits, list[str]()
     if given not in (None, limits):
@@ -228,7 +233,7 @@ def describe(
         asked_steps.told(sampler),
         *([", ".join(waits)] if waits else []),
         f"random batches of {asked_steps.batch_size}: "
-        + ", ".join([*waiting_of(random.loads), f"{padding:.0%} of tokens are padding"]),
+        + ", ".join([*waiting_of(random), f"{padding:.0%} of tokens are padding"]),
     ]
     if costs is not None:
         source = "counted" if device is None else f"counted for {device}"
@@ -239,6 +244,5 @@ def describe(
 
 def padding_share(sampler: PackSampler) -> float:
     """Share of tokens that are padding in the first steps."""
-    steps = range(min(sampler.num_steps, COMPARED_STEPS))
-    real = sum(int(sampler.packs_of_step(step).llm_tokens(sampler.lengths).sum()) for step in steps)
-    return 1 - real / float(first_steps(sampler).llm_tokens.sum())
+    first = first_batches(sampler)
+    return 1 - float(first.real.llm_tokens.sum() / first.loads.llm_tokens.sum())
