@@ -763,16 +763,18 @@ def test_ligers_fused_loss_stays_away(head, tmp_path, monkeypatch, capsys):
         outputs = self.model(input_ids=input_ids, **others)
         return CausalLMOutputWithPast(logits=self.lm_head(outputs[0]))
 
-    trainer = trainer_of("internvl", tmp_path, max_steps=2, logging_steps=1, logging_strategy="steps")
+    options = {"max_steps": 2, "logging_steps": 1, "logging_strategy": "steps"}
+    trainer = trainer_of("internvl", tmp_path, use_liger_kernel=True, **options)
     seen = trainer.model.lm_head.register_forward_hook(lambda module, args, output: rows.append(output.numel()))
-    monkeypatch.setattr(type(plain), "forward", forward)
+    patch = partial(monkeypatch.setattr, type(plain), "forward", forward)
+    monkeypatch.setattr("transformers.trainer.apply_liger_kernel", lambda model, settings: patch())
     balance(trainer, LIMITS["internvl"], samples_per_step=3, head=head)
     trainer.train()
     seen.remove()
     told = "target rows" if head == "targets" else "all rows (head='all')"
-    assert f"; the head works on {told}\n" in capsys.readouterr().out
+    assert f"; the head works on {told}; Liger's fused loss is not used\n" in capsys.readouterr().out
     assert (rows[-1] == 1) == (head == "targets")
-    other = trainer_of("internvl", tmp_path / "plain", max_steps=2, logging_steps=1, logging_strategy="steps")
+    other = trainer_of("internvl", tmp_path / "plain", **options)
     monkeypatch.undo()
     balance(other, LIMITS["internvl"], samples_per_step=3)
     other.train()

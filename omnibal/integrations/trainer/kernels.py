@@ -54,6 +54,7 @@ class ChoosesKernels(TrainerCallback):  # type: ignore[misc]
         if self._trainer.is_world_process_zero():
             head = "target rows" if self._all_rows is None else f"all rows ({self._all_rows})"
             told = [f"packs attend by {self._attention()}", f"the head works on {head}"]
+            told += ["Liger's fused loss is not used"] * args.use_liger_kernel
             print("omnibal: " + "; ".join(told + [str(self._compiled)] * self._compiles))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
