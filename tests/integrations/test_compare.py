@@ -13,10 +13,10 @@ from omnibal.errors import InfeasibleError
 from omnibal.integrations.trainer import compare as comparing
 from omnibal.integrations.trainer import spread as spreading
 from omnibal.integrations.trainer.clock import WARM_UP, Kernel, Measured, Timed, busy_seconds
-from omnibal.integrations.trainer.spread import spread_batches, spread_packs
+from omnibal.integrations.trainer.spread import spread, spread_batches, spread_packs
 from omnibal.integrations.transformers import balance, compare
 from omnibal.ranks import gather
-from omnibal.report.compare import table_of
+from omnibal.report.compare import draw, table_of
 from tests.integrations.items import Collate, items_of
 from tests.integrations.trainers import LIMITS, Case, Items, trainer_of, weights_of
 
@@ -132,27 +132,32 @@ class Ends(EarlyStoppingCallback):
 
 def test_steps_of_packs_are_spread_behind_the_fullest(tmp_path):
     sampler = balance(trainer_of("internvl", tmp_path), **PACKS)
-    planned = [sampler.packs_of_step(step).samples.tolist() for step in range(sampler.num_steps)]
-    loads = [sampler.load(step) for step in range(sampler.num_steps)]
+    steps = range(sampler.num_steps)
+    planned = [[pack.tolist() for pack in sampler.packs_of_step(step)] for step in steps]
+    loads = [sampler.load(step) for step in steps]
     spread_packs(sampler)
-    for step, column in enumerate(("llm_tokens", "vision_units")):
-        load = getattr(sampler.load(step), column)
-        assert (load == max(getattr(each, column).max() for each in loads)).all()
-    sampler.set_epoch(0)
-    first = [[*pack] for pack in sampler]
-    assert first[: sampler.micro_batches] == [first[0]] * sampler.micro_batches
-    turns = spreading.spread(sampler.num_steps)
-    behind = [sampler.packs_of_step(step).samples.tolist() for step in range(WARM_UP, sampler.num_steps)]
-    assert behind == [planned[turn] for turn in turns[: len(behind)]]
-    assert sampler.step(WARM_UP).llm_tokens == sum(TOKENS[sample] for sample in planned[0])
+    turns = spread(sampler.num_steps)
+    for step, column in zip(range(WARM_UP), ("llm_tokens", "vision_units", "llm_tokens"), strict=True):
+        packs = [pack.tolist() for pack in sampler.packs_of_step(step)]
+        assert packs[:-1] == planned[turns[step]][:-1]
+        most = max(getattr(each, column).max() for each in loads)
+        assert getattr(sampler.load(step), column)[0, -1] == most  # beside gradients of the packs before it
+        assert sampler.step(step).llm_tokens == sum(TOKENS[sample] for pack in packs for sample in pack)
+    packs = [[*pack] for pack in sampler]
+    assert packs == [pack.tolist() for step in steps for pack in sampler.packs_of_step(step)]
+    behind = [[pack.tolist() for pack in sampler.packs_of_step(step)] for step in steps[WARM_UP:]]
+    assert behind == [planned[turn] for turn in turns[: len(behind)]] != []
 
 
 def test_fullest_batches_come_first_on_all_ranks():
     units, tokens = [0, 0, 1, 3, 0, 0, 1, 1], [99, 5, 7, 6, 99, 8, 70, 9]
     lengths, epoch = SampleLengths(units, tokens), torch.arange(8).numpy()
     order = spreading._ordered(epoch, lengths, (1, 2, 2), 3)
-    # The fullest with an image, then that with most images; two steps of four samples by turns.
-    assert order == [6, 7, 6, 7, 2, 3, 2, 3, *range(8), *range(4)]
+    # The fullest with an image, that with most images, and the first one again; two steps of four samples by turns.
+    assert order == [6, 7, 6, 7, 2, 3, 2, 3, 6, 7, 6, 7, *range(8), *range(4)]
+    # One rank has them behind another micro-batch.
+    order = spreading._ordered(epoch, lengths, (2, 1, 2), 2)
+    assert order == [0, 1, 6, 7, 4, 5, 2, 3, 0, 1, 6, 7, *range(8)]
     assert spreading._ordered(epoch, lengths, (3, 2, 2), 3) == []
 
 
@@ -167,7 +172,7 @@ def test_ranks_are_put_together():
     assert Measured.of("one", [first]).waited is None
 
 
-def test_a_table_has_the_columns_that_are_known():
+def test_a_table_has_the_columns_that_are_known(tmp_path):
     one = Timed([1.0, 1.0], [0.1, 0.1], [(1, 10, 20, 3), (1, 30, 40, 3)], 0, None)
     found = [
         Measured.of("as today", [one]),
@@ -184,6 +189,8 @@ def test_a_table_has_the_columns_that_are_known():
         ["packs", "with", "a", "long", "name", "1.00", "20", "50.0%", "1.00", "67%", "100.0"],
         ["none", *["–"] * 6],
     ]
+    draw([*found, Measured.of("on a GPU", [one._replace(peak=2**30)])], tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 0
 
 
 def test_seconds_of_kernels_that_overlap_count_once():

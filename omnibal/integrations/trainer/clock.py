@@ -21,7 +21,7 @@ from omnibal.integrations.trainer.settings import GIB
 from omnibal.packs.loading import PackSampler
 from omnibal.vlm.passes import Mark, mark, seconds_between
 
-WARM_UP: Final = 2  # steps that are not timed
+WARM_UP: Final = 3  # steps that are not timed; behind the second one ``balance`` corrects what recomputes
 WATCHED: Final = 2  # steps behind the timed ones, whose transfers torch's profiler notes where there are several ranks
 LEAST_TIMED: Final = 3  # steps that are timed, however long they take
 TALK: Final = "nccl|^gloo:"

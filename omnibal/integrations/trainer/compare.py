@@ -56,9 +56,9 @@ def compare(
     Call it on all ranks, in place of ``trainer.train()``; the launcher stays as it is. Each way gets a trainer of its
     own, the same steps spread evenly over an epoch, and learning rates of 0: the optimizer works, and weights stay as
     they are, also where ``make_trainer`` gives the same model again. Nothing is saved, evaluated or reported: a
-    trainer's output folder is a temporary one, and of transformers' callbacks only the one that counts steps stays. Two
-    steps come first and are not timed: in them all ranks train the fullest batches of the epoch, so that memory that
-    does not suffice is seen on all ranks alike.
+    trainer's output folder is a temporary one, and of transformers' callbacks only the one that counts steps stays.
+    Three steps come first and are not timed: in them all ranks train the fullest batches of the epoch, so that memory
+    that does not suffice is seen on all ranks alike.
 
     Args:
         make_trainer: Makes the trainer, before ``balance``; called once for each way.

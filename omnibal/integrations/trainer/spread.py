@@ -34,14 +34,20 @@ def spread(count: int) -> list[int]:
 def spread_packs(sampler: PackSampler) -> None:
     """Let a sampler's first steps be its fullest packs, on all ranks alike, and the others be spread over its epoch.
 
-    Ranks then run out of memory together, if they do: one alone would leave the others waiting for it.
+    Ranks then run out of memory together, if they do: one alone would leave the others waiting for it. A single rank
+    has the fullest pack last in each of these steps, beside gradients, and others before it, as that takes less time.
     """
     planned, dealt, turns = sampler.step_packs, sampler.packs_of_step, spread(sampler.num_steps)
     looked = turns[:MOST_LOOKED_AT]
     loads = Load.stack([sampler.load(number) for number in looked])
     size, warm_up = sampler.num_replicas * sampler.micro_batches, list[Packs]()
-    for place, pack in (divmod(fullest, size) for fullest in _fullest(loads.llm_tokens, loads.vision_units)):
-        warm_up.append(Packs.from_lists([dealt(looked[place])[pack].tolist()] * size))
+    for step, fullest in enumerate(_fullest(loads.llm_tokens, loads.vision_units)):
+        place, number = divmod(fullest, size)
+        pack = dealt(looked[place])[number].tolist()
+        others = (
+            [each.tolist() for each in dealt(turns[step % len(turns)])] if sampler.num_replicas == 1 else [pack] * size
+        )
+        warm_up.append(Packs.from_lists([*others[:-1], pack]))
 
     def turn_of(step: int) -> int:
         """Which step of the epoch has its turn; negative for the first ones."""
@@ -105,8 +111,11 @@ def _ordered(epoch: IntArray, lengths: SampleLengths, shape: tuple[int, int, int
     padded, units = lengths.llm_tokens[batches].max(axis=1), lengths.vision_units[batches].sum(axis=1)
     # DDP may need gradients of an encoder in every step.
     fullest = _fullest(np.where((units > 0) | ~units.any(), padded, 0), units)
-    warm_up = [np.broadcast_to(batches[number], shape) for number in fullest]
-    turns = spread(len(of_steps))
+    turns, warm_up = spread(len(of_steps)), list[IntArray]()
+    for step, number in enumerate(fullest):
+        warm_up.append(np.broadcast_to(batches[number], shape).copy())
+        if shape[1] == 1:  # see ``spread_packs``
+            warm_up[-1][:-1] = of_steps[turns[step % len(turns)]][:-1]
     timed = [of_steps[turns[number % len(turns)]] for number in range(steps)]
     return [int(sample) for step in (*warm_up, *timed) for sample in step.flat]
 
