@@ -10,8 +10,10 @@ from omnibal.errors import ConfigError
 from omnibal.integrations.trainer import kernels
 from omnibal.integrations.transformers import balance
 from omnibal.packs.blocks import compile_blocks
+from tests.engine.launch import launch
+from tests.integrations import test_trainer
 from tests.integrations.test_trainer import COMPILED
-from tests.integrations.trainers import LIMITS, Case, Items, trainer_of, weights_of
+from tests.integrations.trainers import LIMITS, Case, Items, accelerate_afresh, trainer_of, weights_of
 
 RECOMPUTES = {"gradient_checkpointing": True}
 
@@ -64,9 +66,24 @@ def test_what_cannot_be_compiled_block_by_block_is_refused(case, options, match,
         balance(trainer_of(case, tmp_path), LIMITS["internvl"], compile=True, **options)
 
 
-@pytest.mark.parametrize("sharding", ["zero3", "fsdp"])
-def test_layouts_that_leave_nothing_to_compile_are_refused(sharding, tmp_path, monkeypatch):
-    monkeypatch.setattr(kernels, "sharding_of", lambda trainer: sharding)
-    name = {"zero3": "ZeRO 3", "fsdp": "FSDP"}[sharding]
-    with pytest.raises(ConfigError, match=f"{name} must be left out beside compile=True"):
+def test_zero_3_leaves_nothing_to_compile(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "sharding_of", lambda trainer: "zero3")
+    with pytest.raises(ConfigError, match="ZeRO 3 must be left out beside compile=True; its hooks"):
         balance(trainer_of("internvl", tmp_path), LIMITS["internvl"], compile=True)
+
+
+def train_on_ranks(folder):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(kernels, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
+        patched.setattr(test_trainer, "balance", partial(balance, compile=True))
+        for layout in ("fsdp", "zero2", "tp"):
+            with accelerate_afresh():
+                test_trainer.check_exact(Case("internvl", layout, options=RECOMPUTES), folder / layout)
+    return counters["stats"]["unique_graphs"], len(counters["graph_break"])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_compiled_blocks_train_the_same_on_ranks_that_share_weights(tmp_path):
+    found = launch(2, "tests.integrations.test_trainer_compiled:train_on_ranks", tmp_path)
+    assert all(6 <= graphs <= 12 and breaks == 0 for graphs, breaks in found)

@@ -15,15 +15,12 @@ HALF: Final = ("bf16", "fp16")
 
 def refuse_compiling(trainer: Trainer, *, padded: bool) -> None:
     """Refuse what compiled blocks would break, or be broken by."""
-    sharding = sharding_of(trainer)
     refused = {
         "torch_compile": (trainer.args.torch_compile, "it compiles the whole model, compile=True its blocks"),
         "use_liger_kernel": (trainer.args.use_liger_kernel, "its kernels stand where blocks would be compiled"),
         "padded": (padded, "batches with padding would each want a graph"),
         # Tried with DeepSpeed 0.19: blocks train exactly, but no graph is made of them.
-        "ZeRO 3": (sharding == "zero3", "its hooks on every part of a block leave nothing to compile; ZeRO 2 does"),
-        "FSDP": (sharding == "fsdp", "compiled blocks have not been shown to train under it"),
-        "tensor parallelism": (trainer.get_tp_size() > 1, "compiled blocks have not been shown to train under it"),
+        "ZeRO 3": (sharding_of(trainer) == "zero3", "its hooks leave nothing of a block to compile"),
     }
     for name, (is_there, why) in refused.items():
         if is_there:
