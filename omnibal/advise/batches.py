@@ -75,8 +75,10 @@ class Batches:
     real: Load  # what they hold without padding
     samples_per_step: float
 
-    def timed(self, *, masks: bool = True) -> Load:
+    def timed(self, *, masks: bool = True, on_targets: bool = False) -> Load:
         """The loads that costs are asked for: squared tokens are those that attention takes the time of.
+
+        ``on_targets``: the head works on real targets alone, whatever the loads say.
 
         transformers makes a dense mask for rows of which any is padded, and none for rows of one length
         (``_ignore_causal_mask_sdpa``). Without masks, as flash attention does it, padding is not attended to.
@@ -85,7 +87,7 @@ class Batches:
         squares = np.where(loads.llm_tokens > real.llm_tokens, MASKED, 1.0) * loads.llm_tokens_squared
         return Load(
             loads.vision_units, loads.llm_tokens, squares if masks else real.llm_tokens_squared, loads.vision_squared,
-            loads.target_tokens, loads.sound_units,
+            real.target_tokens if on_targets else loads.target_tokens, loads.sound_units,
         )  # fmt: skip
 
     @property

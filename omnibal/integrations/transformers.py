@@ -153,7 +153,7 @@ def balance(
     # Settings: what a step holds of which samples.
     loss, mixture = StepLoss(trainer, loss_reduction, head), None if mixture is None else Mixture.of(mixture)
     args, dataset, model = trainer.args, trainer.train_dataset, settings.model
-    asked = asked_steps(trainer, settings.num_replicas, samples_per_step, limits)
+    asked = asked_steps(trainer, settings.num_replicas, samples_per_step, limits, on_targets=settings.on_targets)
     counted = _profile(trainer)
     before = measured_before(trainer, counted)
     profile = before or counted

@@ -145,6 +145,19 @@ def test_packs_gain_more_where_padded_rows_are_masked():
     assert masked.whole > 3.5
 
 
+def test_a_head_on_target_rows_is_part_of_the_gain():
+    lengths = SampleLengths([1] * 400, [100] * 400, target_tokens=[20] * 400)
+    costs = {"language": CostModel(llm_tokens=8, target_tokens=2)}
+    sampler = PackSampler(lengths, PackLimits(9, 1000), rank=0, num_replicas=1, micro_batches=2)
+    gains = expected_gains(sampler, PackLimits(9, 1000), costs, "ddp", replace(BATCHES, on_targets=True))
+    # 10 seconds a token where all rows count, 8 + 2 / 5 where a fifth does.
+    assert gains.head == pytest.approx(10 / 8.4)
+    assert gains.whole == pytest.approx(gains.grouped) == pytest.approx(10 / 8.4)
+    assert "balance 1.00x, head on target rows 1.19x)" in str(gains)
+    plain = expected_gains(sampler, PackLimits(9, 1000), costs, "ddp", BATCHES)
+    assert (plain.head, plain.whole) == (1, pytest.approx(1))
+
+
 @pytest.mark.parametrize(("attention", "masks"), [("sdpa", True), ("eager", True), ("flash_attention_2", False)])
 def test_padded_rows_are_masked_but_for_flash_attention(attention, masks):
     model = plain_family_model(config_of("internvl"))

@@ -183,7 +183,12 @@ def batch_size_of(trainer: Any, num_replicas: int) -> int:
 
 
 def asked_steps(
-    trainer: Any, num_replicas: int, samples_per_step: int | None = None, limits: PackLimits | None = None
+    trainer: Any,
+    num_replicas: int,
+    samples_per_step: int | None = None,
+    limits: PackLimits | None = None,
+    *,
+    on_targets: bool = False,
 ) -> AskedSteps:
     """What the settings ask of a run, or ``samples_per_step`` of all ranks together."""
     args, batch_size = trainer.args, batch_size_of(trainer, num_replicas)
@@ -193,7 +198,7 @@ def asked_steps(
     # Batches of the samples asked for are what packs are compared with.
     batches = max(round(asked / batch_size / num_replicas), 1)
     masks = _masks_padding(model_of(trainer))
-    return AskedSteps(asked, batch_size, batches, args.num_train_epochs, args.max_steps, limits, masks)
+    return AskedSteps(asked, batch_size, batches, args.num_train_epochs, args.max_steps, limits, masks, on_targets)
 
 
 def _masks_padding(model: Any) -> bool:

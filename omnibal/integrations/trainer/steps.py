@@ -94,18 +94,22 @@ class Gains:
 
     packing: float | None  # random packs over random padded batches; None where batches stay padded
     balance: float  # the sampler's micro-batches over random packs, or over random padded batches
-    grouped: float  # the sampler's micro-batches over padded batches that are grouped by length
+    grouped: float  # the sampler's micro-batches over padded batches that are grouped by length, the head with it
+    head: float = 1.0  # the head on target rows alone over the head on all rows
 
     @property
     def whole(self) -> float:
-        """Packing and balance together."""
-        return self.balance * (self.packing or 1.0)
+        """Packing, balance and the head together."""
+        return self.balance * (self.packing or 1.0) * self.head
 
     def __str__(self) -> str:
         if self.whole < LEAST_GAIN:
             return f"no gain here: {gain_in_words([(self.whole, Way('random batches'))])} is expected"
-        parts = "" if self.packing is None else f" (packing {self.packing:.2f}x, balance {self.balance:.2f}x)"
-        ways = [(self.whole, Way(f"random batches{parts}")), (self.grouped, Way("group_by_length"))]
+        parts = {"packing": self.packing, "balance": self.balance, "head on target rows": self.head}
+        told = [f"{name} {gain:.2f}x" for name, gain in parts.items() if gain is not None]
+        told = told if told[-1] != "head on target rows 1.00x" else told[:-1]
+        several = f" ({', '.join(told)})" if len(told) > 1 else ""
+        ways = [(self.whole, Way(f"random batches{several}")), (self.grouped, Way("group_by_length"))]
         return f"expected {gain_in_words(ways)}"
 
 
@@ -120,6 +124,7 @@ class AskedSteps:
     max_steps: int = -1
     limits: PackLimits | None = None  # those that were given
     masks: bool = True  # whether attention of padded rows is under a dense mask, as transformers' "sdpa" has it
+    on_targets: bool = False  # whether the head is made to work on target rows alone
 
     def told(self, sampler: PackSampler) -> str:
         """What an optimizer step holds of what was asked, and what becomes of the schedule where it holds another."""
@@ -148,24 +153,26 @@ def expected_gains(
     """Compare the sampler's steps with the host's own batches, and with packs that are not balanced."""
     samples, ranks = _drawn(sampler, asked_steps)
 
-    def per_sample(batches: Batches) -> float:
-        loads = batches.timed(masks=asked_steps.masks)
+    def per_sample(batches: Batches, *, on_targets: bool = False) -> float:
+        loads = batches.timed(masks=asked_steps.masks, on_targets=on_targets)
         return float(np.add(*step_seconds(loads, costs, layout)).mean()) / batches.samples_per_step
 
     def host(batching: Batching) -> float:
         return per_sample(padded_batches(samples, batch=asked_steps.batch_size, batching=batching, **ranks))
 
-    ours = per_sample(first_batches(sampler))
-    present, grouped = host("random"), host("group_by_length") / ours
+    first = first_batches(sampler)
+    ours = per_sample(first)
+    head = ours / per_sample(first, on_targets=asked_steps.on_targets)
+    present, grouped = host("random"), host("group_by_length") / ours * head
     if isinstance(sampler, PaddedSampler):
-        return Gains(None, present / ours, grouped)
+        return Gains(None, present / ours, grouped, head)
     packs = random_packs(samples, limits, **ranks | {"micro_batches": sampler.micro_batches})
     packed = per_sample(packs)
     packing, share = present / packed, 1.0
     if holds_one(samples_per_pack(sampler)) and packing > 1:
         # Counted costs do not know what more and smaller micro-batches cost: they see that padding is gone.
         packing, share = 1.0, 1 / packing
-    return Gains(packing, packed / ours, grouped * share)
+    return Gains(packing, packed / ours, grouped * share, head)
 
 
 def _drawn(sampler: PackSampler, asked_steps: AskedSteps) -> tuple[Samples, Any]:
