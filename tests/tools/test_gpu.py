@@ -112,7 +112,7 @@ def test_a_way_of_a_trainer_is_measured(name):
 
 
 def test_adapters_of_balance_are_measured_beside_what_it_promised():
-    (row,) = trained((SMALL[1], Way("balance, head on target rows", on_targets=True), 0.0, True))
+    (row,) = trained((SMALL[1], Way("balance, all savings"), 0.0, True))
     assert row["promised times random"] > 0 and re.fullmatch(r"\d+ vision units and \d+ tokens", row["a pack holds"])
 
 

@@ -31,7 +31,6 @@ from omnibal.integrations.trainer.steps import module_of
 from omnibal.integrations.transformers import balance
 from omnibal.packs.collator import language_of, without_adapters
 from omnibal.packs.loading import PackSampler
-from omnibal.packs.losses import target_rows
 from tools.dropin.ways import Task, by_tokens
 from tools.gpu.jobs import Jobs
 from tools.gpu.layers import counted_device
@@ -69,15 +68,16 @@ class Way:
     Attributes:
         options: Arguments of ``balance``.
         freed: Shares of the layers of ViT and LLM that do not recompute; None to leave all as they are.
-        on_targets: Whether the head works on target rows alone.
-        compiles: Whether blocks are compiled one by one.
     """
 
     name: str
     options: tuple[tuple[str, Any], ...] = ()
     freed: tuple[float, float] | None = None
-    on_targets: bool = False
-    compiles: bool = False
+
+    @property
+    def compiles(self) -> bool:
+        """Whether blocks are compiled one by one."""
+        return bool(dict(self.options).get("compile"))
 
 
 FREED = {"all layers freed": (1.0, 1.0), "ViT and half of the LLM freed": (1.0, 0.5)}
@@ -109,17 +109,15 @@ def ways(setting: Setting) -> list[Way]:
         found += saving("recompute", freed[:1] if setting.lora else freed)
     if setting.lora:  # time is short
         return found
-    found += saving("head", [Way("balance, head on target rows", on_targets=True)])
+    found += saving("head", [])
     return [*found, Way("packed by tokens", tuple(plain.items()))]
 
 
 def compiled(setting: Setting) -> Way:
-    """Blocks compiled one by one, by ``balance`` or by hand."""
+    """Blocks compiled one by one."""
     takes = signature(balance).parameters
     plain = tuple((name, value) for name, value in AS_IT_WAS.items() if name in takes)
-    if "compile" in takes:
-        return Way(f"balance, compiled blocks, {setting}", (*plain, ("compile", True)))
-    return Way(f"balance, compiled blocks, {setting}", plain, compiles=True)
+    return Way(f"balance, compiled blocks, {setting}", (*plain, ("compile", True)))
 
 
 def add_ladder(report: Report, *, small: bool) -> None:
@@ -207,17 +205,12 @@ class Run:
             optim="adamw_torch" if on_cpu else "adamw_torch_fused",
         )  # fmt: skip
         trainer = Trainer(model, arguments, train_dataset=self.dataset, data_collator=padded_batch)
-        blocks = blocks_of(model)
         if self.way.freed is not None:
-            trainer.add_callback(Frees(blocks, self.way.freed))
-        if self.way.on_targets:
-            target_rows(model)
+            trainer.add_callback(Frees(blocks_of(model), self.way.freed))
         if self.way.compiles:
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
             torch._dynamo.config.fail_on_recompile_limit_hit = True
-            for block in (block for of_part in blocks for block in of_part):
-                block.compile(dynamic=True, backend="eager" if on_cpu else "inductor")
         return trainer
 
     @property
