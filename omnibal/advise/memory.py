@@ -9,6 +9,7 @@ which update a float32 copy of 16-bit weights by float32 copies of gradients (``
 Optimizers via Block-wise Quantization", ICLR 2022, and "QLoRA", NeurIPS 2023.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, NamedTuple
@@ -18,8 +19,9 @@ import numpy as np
 from omnibal.advise.wait import Sharding
 from omnibal.cluster import Cluster, Layout
 from omnibal.cost import CostModel, FloatArray, Load
-from omnibal.memory.footprint import GRADIENT_SHARE, loss_bytes
-from omnibal.profile.records import ELEMENT_BYTES, LayerCost, Level, ModelProfile
+from omnibal.memory.footprint import GRADIENT_SHARE, NOT_OFFERED, loss_bytes
+from omnibal.memory.recompute import least_recompute
+from omnibal.profile.records import ELEMENT_BYTES, LEVELS, LayerCost, Level, ModelProfile, every_layer
 
 FLOAT32, FLOAT16 = 4, 2
 # Layers whose parameters are matrices, but for a few: Muon keeps less of these than of embeddings, heads and norms.
@@ -157,7 +159,8 @@ class RankMemory:
     profile: ModelProfile
     sharding: Sharding
     cluster: Cluster
-    recompute: Level
+    recompute: Level | tuple[Level, ...]
+    """One level for all layers, or one for each; a layer that does not have it recomputes nothing."""
     target_rows: bool = False
     offloaded: tuple[str, ...] = ()
     """What the host's memory holds, as far as ranks share it: "optimizer" (gradients with it, which DeepSpeed updates
@@ -198,24 +201,71 @@ class RankMemory:
             return 0.0
         return self.precision.copied_bytes(self.profile, self.sharding, self.cluster.num_devices)
 
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """The recompute level of each layer."""
+        given = self.recompute
+        return self.profile.levels_like(
+            every_layer(given, len(self.profile.layers)) if isinstance(given, str) else given
+        )
+
     def peak_bytes(self, loads: Load) -> FloatArray:
         """What a rank holds while each micro-batch runs, or at the update if it is more, in the shape of the loads."""
+        kept = sum((saved[level] for saved, level in self._kept.values()), start=CostModel())
+        # When the first backward pass begins, the loss's logits have gone.
+        running = kept(loads) + self._passing_bytes(loads)
+        held: FloatArray = self.state_bytes + np.maximum(running, self.update_bytes)
+        return held
+
+    def filled(self, load: Load, seconds: FloatArray, given: Sequence[Level | None]) -> "RankMemory | None":
+        """The levels of least recomputation under which a micro-batch fits the budget; None if none do.
+
+        Args:
+            load: Of one micro-batch, the largest there will be.
+            seconds: What each level adds to a layer's backward pass, shape (layers, levels).
+            given: The level that a layer keeps, or None for one that is free: it recomputes nothing or everything.
+        """
+        for everything in ("none", "full"):
+            tried = replace(self, recompute=tuple(level or everything for level in given))
+            if tried.peak_bytes(load) <= self.budget_bytes:
+                break
+        else:
+            return None
+        if everything == "none":
+            return tried
+        # A backward pass is taken to need what it needs where every free layer recomputes: no choice needs more.
+        room = self.budget_bytes - self.state_bytes - int(np.ceil(tried._passing_bytes(load)))
+
+        def kept_bytes(layer: int, level: Level) -> int:
+            if level not in (("none", "full") if given[layer] is None else (tried.levels[layer],)):
+                return NOT_OFFERED
+            saved = tried._kept.get(layer)
+            return 0 if saved is None else int(np.ceil(saved[0][level](load)))
+
+        kept = np.array([[kept_bytes(layer, level) for level in LEVELS] for layer in range(len(given))])
+        chosen = least_recompute(kept, np.zeros_like(kept), seconds, room_bytes=room)
+        return tried if chosen is None else replace(self, recompute=tuple(LEVELS[column] for column in chosen))
+
+    @cached_property
+    def _kept(self) -> dict[int, tuple[Mapping[str, CostModel], Level]]:
+        """What layers that the backward pass runs keep at each level, and their own level; by number."""
         # Of the head only logits count, as transformers has all of them at one time.
-        reached = zip(self.profile.layers, self.profile.reached, strict=True)
-        saved = [layer.saved_bytes for layer, is_reached in reached if is_reached and layer.kind != "head"]
-        levels = [self.recompute if self.recompute in each else "none" for each in saved]
-        kept = sum((each[level] for each, level in zip(saved, levels, strict=True)), start=CostModel())
-        # What a layer's backward pass needs beyond what is kept: recomputed activations, and gradients.
-        working = {
-            each["none"] * ((level != "none") + GRADIENT_SHARE) for each, level in zip(saved, levels, strict=True)
+        layers = enumerate(zip(self.profile.layers, self.profile.reached, self.levels, strict=True))
+        return {
+            index: (layer.saved_bytes, level)
+            for index, (layer, is_reached, level) in layers
+            if is_reached and layer.kind != "head"
         }
-        passing = np.max([cost(loads) for cost in working], axis=0)
+
+    def _passing_bytes(self, loads: Load) -> FloatArray:
+        """The most that a layer's backward pass needs beyond what is kept, or the loss."""
+        # Recomputed activations, and gradients.
+        working = {saved["none"] * ((level != "none") + GRADIENT_SHARE) for saved, level in self._kept.values()}
+        passing: FloatArray = np.max([cost(loads) for cost in working], axis=0)
         head = next(layer for layer in self.profile.layers if layer.kind == "head")
         if self.target_rows or self.precision.fused_loss:
             logits = loss_bytes(head, loads.target_tokens if self.target_rows else loads.llm_tokens)
         else:
             logits = LOGIT_BYTES * head.sizes["vocab"] * loads.llm_tokens
-        # When the first backward pass begins, the loss's logits have gone.
-        running = kept(loads) + np.maximum(passing, logits)
-        held: FloatArray = self.state_bytes + np.maximum(running, self.update_bytes)
-        return held
+        found: FloatArray = np.maximum(passing, logits)
+        return found

@@ -49,16 +49,20 @@ def phase_seconds(profile: ModelProfile, loads: Load, *, recompute: Level = "non
     return {phase: cost(loads) for phase, cost in phase_costs(profile, recompute=recompute).items()}
 
 
-def phase_costs(profile: ModelProfile, *, recompute: Level = "none") -> dict[str, CostModel]:
-    """The costs that ``phase_seconds`` evaluates, for callers with many micro-batches."""
+def phase_costs(profile: ModelProfile, *, recompute: Level | tuple[Level, ...] = "none") -> dict[str, CostModel]:
+    """The costs that ``phase_seconds`` evaluates, for callers with many micro-batches.
+
+    ``recompute`` is one level, or one for each layer.
+    """
+    levels = (recompute,) * len(profile.layers) if isinstance(recompute, str) else recompute
     hears = any(layer.module == "sound" for layer in profile.layers)
     phases = (SOUND_PHASES[0], *PHASES, SOUND_PHASES[1]) if hears else PHASES
     costs: dict[str, CostModel] = dict.fromkeys(phases, CostModel())
-    for layer, reached in zip(profile.layers, profile.reached, strict=True):
+    for layer, reached, level in zip(profile.layers, profile.reached, levels, strict=True):
         part = layer.part
         costs[f"{part} forward"] += layer.forward_seconds
         if reached:
-            again = layer.recompute_seconds.get(recompute, CostModel())
+            again = layer.recompute_seconds.get(level, CostModel())
             costs[f"{part} backward"] += layer.backward_seconds + layer.weight_seconds + again
     return costs
 

@@ -6,6 +6,7 @@
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import Trainer
 
+from omnibal.advise.memory import RankMemory
 from omnibal.advise.wait import phase_costs
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
@@ -39,6 +41,7 @@ from omnibal.integrations.trainer.hooks import (
     worker_options,
 )
 from omnibal.integrations.trainer.kernels import ChoosesKernels, refuse_compiling
+from omnibal.integrations.trainer.recompute import FillsMemory, LayerChoice, Recompute, may_fill
 from omnibal.integrations.trainer.settings import (
     Head,
     TrainerSettings,
@@ -49,7 +52,7 @@ from omnibal.integrations.trainer.settings import (
     set_micro_batches,
     why_all_rows,
 )
-from omnibal.integrations.trainer.steps import counted_profile, describe, expected_gains
+from omnibal.integrations.trainer.steps import AskedSteps, counted_profile, describe, expected_gains
 from omnibal.packs.apart import longest_row, refuse_long_rows
 from omnibal.packs.collator import (
     FAMILIES,
@@ -92,6 +95,7 @@ def balance(
     padded: bool = False,
     loss_reduction: Reduction = "token",
     memory_gib: float | None = None,
+    recompute: Recompute = "fill",
     mixture: Mixture | Mapping[str, Any] | None = None,
     head: Head = "targets",
     compile: bool = False,
@@ -126,10 +130,15 @@ def balance(
             ``omnibal.packs.collator.FAMILIES`` are tested; others must prove exact before the first step.
         loss_reduction: How target tokens weigh in the loss of a step: ``"token"`` all alike; each of the n of a sample
             1 / n (``"sample"``) or 1 / √n (``"square"``), as in InternVL's published scripts, over the sum of weights.
-        memory_gib: What a device may hold in all, for limits that are searched: where it does not suffice by counted
-            activations and weights, packs are smaller. By default it is what the smallest GPU of all ranks has, less
-            the larger of 6 % and 2 GiB; where no pack fits then, a line says so and packs stay as they were asked for.
-            ``float("inf")`` asks no memory.
+        memory_gib: What a device may hold in all, for limits that are searched and for ``recompute``: where it does not
+            suffice by counted activations and weights, packs are smaller. By default it is what the smallest GPU of all
+            ranks has, less the larger of 6 % and 2 GiB; where no pack fits then, a line says so and packs stay as they
+            were asked for. ``float("inf")`` asks no memory.
+        recompute: Under gradient checkpointing, what recomputes: only what must, for the fullest pack to fit the device
+            (``"fill"``), or all that transformers recomputes (``"as_is"``); or such a word for each of ``"vision"``,
+            ``"sound"`` and ``"language"``: ``"fill"``, ``"none"`` or ``"full"``. Losses and gradients stay the same.
+            Of two ways to pack, the faster one is taken by counted costs: batches as they are, or smaller packs that
+            recompute less. Without known memory, as on a CPU, ``"fill"`` changes nothing.
         mixture: What share each source gets, as of ``BalancedBatchSampler``, by the names that ``lengths`` have for
             them; the parts of a ``ConcatDataset`` are "0", "1", …. ``max_steps`` says when to end, or an epoch holds
             about as many samples as there are.
@@ -157,36 +166,16 @@ def balance(
     counted = _profile(trainer)
     before = measured_before(trainer, counted)
     profile = before or counted
-    memory = None if limits is not None else settings.memory(counted, memory_gib)
+    asks = limits is None or (may_fill(settings, recompute) and counted is not None)
+    memory = settings.memory(counted, memory_gib) if asks else None
+    layers, notes = LayerChoice.of(trainer, settings, recompute, counted, profile, memory)
+    if layers is not None and memory is not None:  # limits are searched for layers that recompute all that they may
+        memory = replace(memory, recompute=layers.levels(None))
 
-    def size_of(lengths: SampleLengths) -> StepSize:
-        """Limits: those given, or the ones under which a step holds what was asked."""
-        settings.refuse_missing_kinds(lengths)
-        if limits is not None:
-            limits.refuse_none(lengths)
-            if not padded:
-                refuse_long_rows(model, limits)
-        row = None if padded else longest_row(model)
-        fit = partial(
-            fit_step,
-            typical_lengths(lengths, mixture),
-            asked.samples_per_step,
-            batch_size=asked.batch_size,
-            num_replicas=settings.num_replicas,
-            most=limits,
-            padded=padded,
-            longest_row=None if row is None else row.tokens,
-        )
-        try:
-            return fit(memory=memory)
-        except InfeasibleError as error:
-            if memory_gib is not None:
-                raise
-            # Nobody named a limit, and counted peaks may be too high: what runs today must not end here.
-            if trainer.is_world_process_zero():
-                print(f"omnibal: {error}; packs are made as if it did (memory_gib= names another limit)")
-            return fit()
-
+    size_of = partial(
+        _step_size, trainer=trainer, settings=settings, asked=asked, layers=layers, notes=notes, mixture=mixture,
+        padded=padded, memory=memory, must_fit=memory_gib is not None,
+    )  # fmt: skip
     # Lengths: given, kept, or measured now. Sampler: the same packs on all ranks, each of which takes its own.
     collate = trainer.data_collator
     padding = partial(PaddedCollator, collate, arguments=arguments_of(model))
@@ -208,18 +197,26 @@ def balance(
     # Loader, and what is logged, checked and kept in checkpoints.
     set_micro_batches(trainer, size.micro_batches)
     vars(trainer)["get_train_dataloader"] = partial(_loader, trainer, dataset, sampler, collator)
-    costs, layout = None if profile is None else phase_costs(profile, recompute=settings.recompute), settings.sharding
-    packs = PacksCallback(trainer, sampler, costs, layout, partial(_check, trainer, dataset, sampler, collator))
+    held = None if layers is None else layers.chosen(sampler.lengths, size.limits)
+    levels = settings.recompute if layers is None else layers.levels(held)
+    costs, layout = None if profile is None else phase_costs(profile, recompute=levels), settings.sharding
+    check = partial(_check, trainer, dataset, sampler, collator)
+    packs = PacksCallback(trainer, sampler, costs, layout, check, levels)
     add_recipe(trainer, packs)
     if not padded:
         trainer.add_callback(ChoosesKernels(trainer, compiles=compile, all_rows=why_all_rows(trainer, head)))
+    if layers is not None:
+        fills = FillsMemory(trainer, layers, held, sampler.lengths, size.limits, packs)
+        trainer.add_callback(fills)
+        notes.append(fills.told)
     # Loss: of all target tokens of a step.
     loss.install()
     # Line: what an epoch becomes, and what is expected; its promise is corrected by what the first steps take.
     if trainer.is_world_process_zero():
         device = None if counted is None else counted.device
         with reporting("the line about packs"):
-            print(describe(sampler, size.limits, costs, layout, asked, device=device, is_measured=before is not None))
+            told = describe(sampler, size.limits, costs, layout, asked, device=device, is_measured=before is not None)
+            print("\n         ".join([told, *notes]))
     if counted is not None and language_of(model) is not None and not trainer.args.torch_compile:
         promise = partial(expected_gains, sampler, size.limits, layout=layout, asked_steps=asked)
         source = "counting" if before is None else "by an earlier run"
@@ -294,6 +291,55 @@ def _begin(trainer: Trainer, head: Head = "targets") -> TrainerSettings:
         with suppress(ConfigError):  # of a model whose encoders nobody has described
             encode_in_every_evaluation(without_adapters(settings.model))
     return settings
+
+
+def _step_size(
+    lengths: SampleLengths,
+    *,
+    trainer: Trainer,
+    settings: TrainerSettings,
+    asked: AskedSteps,
+    layers: LayerChoice | None,
+    notes: list[str],
+    mixture: Mixture | None,
+    padded: bool,
+    memory: RankMemory | None,
+    must_fit: bool,
+) -> StepSize:
+    """Limits: those given, or the ones under which a step holds what was asked; ``notes`` gets what is to be said."""
+    model, limits = settings.model, asked.limits
+    settings.refuse_missing_kinds(lengths)
+    if limits is not None:
+        limits.refuse_none(lengths)
+        if not padded:
+            refuse_long_rows(model, limits)
+    row = None if padded else longest_row(model)
+    fit = partial(
+        fit_step,
+        typical_lengths(lengths, mixture),
+        asked.samples_per_step,
+        num_replicas=settings.num_replicas,
+        most=limits,
+        padded=padded,
+        longest_row=None if row is None else row.tokens,
+    )
+    if limits is not None:
+        return fit(batch_size=asked.batch_size)
+    try:
+        size = fit(batch_size=asked.batch_size, memory=memory)
+    except InfeasibleError as error:
+        if must_fit:
+            raise
+        # Nobody named a limit, and counted peaks may be too high: what runs today must not end here.
+        if trainer.is_world_process_zero():
+            print(f"omnibal: {error}; packs are made as if it did (memory_gib= names another limit)")
+        return fit(batch_size=asked.batch_size)
+    if layers is None:
+        return size
+    best = layers.best_size(lengths, size, asked.batch_size, lambda batch: fit(batch_size=batch, memory=memory))
+    if best != size:
+        notes.append("packs hold less than batches did, so that less recomputes")
+    return best
 
 
 def _profile(trainer: Trainer) -> ModelProfile | None:

@@ -1,6 +1,7 @@
 """What a rank holds: the loss of transformers' Trainer, optimizers, copies of gradients and weights."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,11 +13,15 @@ from omnibal.advise.models import Model, adapted_profile
 from omnibal.cluster import Cluster
 from omnibal.cost import Load
 from omnibal.device import DEVICES
+from omnibal.families import layer_records
 from omnibal.families.parts import text_records
 from omnibal.memory.footprint import loss_bytes
+from omnibal.memory.recompute import recompute_seconds
 from omnibal.packs.losses import target_rows
 from omnibal.profile.counted import analytic_profile
+from omnibal.profile.records import LEVELS
 from omnibal.vlm.passes import StorageMeter
+from tests.families.models import small_config
 
 TOKENS, VOCABULARIES = 256, (4000, 8000)
 
@@ -114,3 +119,34 @@ def test_quantized_weights_and_ligers_loss_take_less():
     fused = replace(small, precision=TrainingPrecision(weight_bits=4, fused_loss=True))
     logits = LOGIT_BYTES * 2000 * profile.layers[-1].sizes["vocab"]
     assert float(small.peak_bytes(load) - fused.peak_bytes(load)) > 0.4 * logits
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_least_recomputation_that_fits_is_found(seed):
+    rng = np.random.default_rng(seed)
+    profile = analytic_profile(layer_records(small_config("qwen3_vl").to_dict()), DEVICES["A100-80GB"])
+    load = Load(*(float(size) for size in rng.integers([16, 40, 400, 64], [400, 400, 9000, 9000])))
+    blocks = [index for index, layer in enumerate(profile.layers) if layer.kind.endswith("_block")]
+    given = [None if index in blocks else "none" for index in range(len(profile.layers))]
+    seconds = recompute_seconds(profile, load)
+
+    def memory_of(recompute, memory_bytes=0.0):
+        cluster = Cluster(1, 1, DEVICES["A100-80GB"], memory_bytes=memory_bytes or 2**40)
+        return RankMemory(profile, "ddp", cluster, recompute, True)
+
+    every = memory_of(tuple(level or "full" for level in given))
+    most, least = (float(memory_of(level).peak_bytes(load)) for level in ("none", every.recompute))
+    assert every.filled(load, seconds, given).levels == ("none",) * len(given)
+    assert replace(every, cluster=memory_of("none", least - 2).cluster).filled(load, seconds, given) is None
+    passing = every._passing_bytes(load)
+    for share in (0.01, 0.3, 0.6, 0.9):
+        budget = int(least + share * (most - least))
+        found = replace(every, cluster=memory_of("none", budget).cluster).filled(load, seconds, given)
+        assert found.peak_bytes(load) <= budget
+        times = []
+        for levels in product(("none", "full"), repeat=len(blocks)):
+            tried = memory_of(tuple(dict(zip(blocks, levels, strict=True)).get(i, "none") for i in range(len(given))))
+            if tried.peak_bytes(load) + passing - tried._passing_bytes(load) <= budget - 1:
+                times.append(sum(seconds[index, LEVELS.index(tried.levels[index])] for index in blocks))
+        own = sum(seconds[index, LEVELS.index(found.levels[index])] for index in blocks)
+        assert own <= min(times) * (1 + 1e-9)

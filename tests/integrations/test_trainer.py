@@ -64,13 +64,14 @@ from tests.integrations.trainers import (
 from tests.vlm.families import plain_backward, plain_family_model, plain_inputs
 
 RECOMPUTES, WORKERS = {"gradient_checkpointing": True}, {"dataloader_num_workers": 1}
+HALF = {"vision": "full", "language": "none"}
 EVERY = {"gradient_accumulation_steps": 1}
 COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
 CASES = [
     Case("qwen2_5_vl", frozen_vision=True, options=WORKERS),
-    Case("internvl", "zero1", options=RECOMPUTES),
+    Case("internvl", "zero1", recompute={"vision": "none"}, options=RECOMPUTES),
     Case("internvl", "zero2", frozen_vision=True, loss_reduction="square", padded=True, options=EVERY),
-    Case("qwen3_vl_moe", "zero3", lora=True, router_factor=1.0, options=EVERY | RECOMPUTES),
+    Case("qwen3_vl_moe", "zero3", lora=True, router_factor=1.0, recompute=HALF, options=EVERY | RECOMPUTES),
     Case("internvl", "zero3", samples=3, zero={"zero_hpz_partition_size": 2}),
     Case("internvl", "fsdp", samples=3),
     Case("internvl", "tp"),
@@ -81,7 +82,7 @@ MORE_CASES = [
     Case("qwen3_vl", lora=True, options=RECOMPUTES),
     Case("qwen2_5_vl", "zero2", lora=True),
     Case("internvl", "zero3", options=WORKERS),
-    Case("qwen2_5_vl", "fsdp", lora=True, options=EVERY | RECOMPUTES),
+    Case("qwen2_5_vl", "fsdp", lora=True, recompute=HALF, options=EVERY | RECOMPUTES),
 ]
 PAIRED, MORE_PAIRED = [("qwen3_vl", "zero2"), ("qwen2_5_vl", "fsdp")], [("qwen3_vl", "ddp"), ("qwen2_5_vl", "zero3")]
 NOTHING = "nothing"
@@ -103,7 +104,7 @@ def check_exact(case, folder, limits=None):
     trainer.add_callback(weights)
     limits = limits or LIMITS[case.family]
     options = {"samples_per_step": samples_under_limits(trainer)}
-    options |= {"loss_reduction": case.loss_reduction, "padded": case.padded}
+    options |= {"loss_reduction": case.loss_reduction, "padded": case.padded, "recompute": case.recompute}
     sampler = balance(trainer, limits, **options)
     assert sampler.num_replicas == trainer.args.world_size // (2 if case.layout == "tp" else 1)
     if case.layout == "tp":

@@ -1,5 +1,6 @@
 """What balance counts of memory: dtypes as trainers hold them, and packs that fit a device it was not told of."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -20,6 +21,7 @@ from omnibal.data.step_size import fit_step
 from omnibal.device import DEVICES
 from omnibal.errors import InfeasibleError
 from omnibal.integrations.trainer.memory import GIB, HeldBytes, device_gib
+from omnibal.integrations.trainer.recompute import FillsMemory
 from omnibal.integrations.trainer.settings import TrainerSettings
 from omnibal.integrations.trainer.steps import counted_profile
 from omnibal.integrations.transformers import balance
@@ -198,12 +200,12 @@ def test_a_device_keeps_a_margin_and_the_smallest_of_all_ranks_decides(monkeypat
 ASKED = {"per_device_train_batch_size": 11, "gradient_accumulation_steps": 1}
 
 
-def peaks_of(trainer, sampler):
-    """Predicted bytes of each pack of an epoch."""
-    memory = TrainerSettings.of(trainer).memory(counted_profile(trainer.model, None), 8.0)
+def peaks_of(trainer, sampler, memory=None):
+    """Predicted bytes of each pack of an epoch, fillers included."""
+    memory = memory or TrainerSettings.of(trainer).memory(counted_profile(trainer.model, None), 8.0)
     lengths, peaks = sampler.lengths, []
     for pack in (pack for step in range(sampler.num_steps) for pack in sampler.packs_of_all_ranks(step)):
-        own = lengths.take(np.array(pack))
+        own = lengths.take(np.array([*pack, *pack.fillers], dtype=int))
         squares = float((own.llm_tokens.astype(float) ** 2).sum())
         sums = own.vision_units.sum(), own.llm_tokens.sum(), squares, 0.0, own.target_tokens.sum()
         peaks.append(float(memory.peak_bytes(Load(*map(float, sums)))))
@@ -262,6 +264,11 @@ def check_unlike_devices(folder, layout):
     ):
         trainer = made(case)
         fitted = balance(trainer, **options)
+        again = made(replace(case, options=case.options | {"gradient_checkpointing": True}))
+        balance(again, plain.limits, **options)
+    (fills,) = (each for each in again.callback_handler.callbacks if isinstance(each, FillsMemory))
+    assert set(fills.levels) == {"none", "full"}
+    assert len(set(gather(fills.levels))) == 1
     assert fitted.micro_batches > plain.micro_batches
     assert len(set(gather((fitted.limits, fitted.micro_batches)))) == 1
     assert max(peaks_of(trainer, fitted)) <= room

@@ -58,6 +58,7 @@ class Case:
     router_factor: float = 0.0  # of the loss that a mixture of experts has beside that of the tokens
     padded: bool = False
     born_sharded: bool = False  # as from_pretrained makes a model under ZeRO 3
+    recompute: object = "fill"  # of balance
     options: dict = field(default_factory=dict)
     zero: dict = field(default_factory=dict)  # more of the ds_config's zero_optimization
     optimizer: dict | None = None  # of the ds_config

@@ -16,7 +16,7 @@ from omnibal.cost import Load
 from omnibal.errors import ConfigError, reporting, said
 from omnibal.families.base import encoder_layers
 from omnibal.integrations.trainer.hooks import PacksCallback
-from omnibal.integrations.trainer.settings import data_rank_of, recompute_of
+from omnibal.integrations.trainer.settings import data_rank_of
 from omnibal.integrations.trainer.steps import Gains
 from omnibal.packs.collator import language_of
 from omnibal.profile.calibration import MOST_PASSES, PARTS, STEPS, WARM_UP, Calibration, TimedPass, calibrate, sizes_of
@@ -128,7 +128,6 @@ class CalibratesCosts(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self._trainer, self._counted, self._packs = trainer, counted, packs
         self._promise, self._source = promise, source
-        self._levels = every_layer(recompute_of(trainer), len(counted.layers))
         self._steps, self._timed = 0, list[tuple[dict[str, Mark], tuple[float, ...]]]()
         self._timer: PassTimer | None = None
 
@@ -171,16 +170,18 @@ class CalibratesCosts(TrainerCallback):  # type: ignore[misc]
         passes = [each for of_rank in gathered for of_micro_batch in of_rank for each in of_micro_batch]
         if MEETINGS[self._packs.layout] == "phase":
             # Ranks begin and end these passes together: of each, that of the rank with most to do, as the others wait.
-            counted = phase_costs(self._counted, recompute=self._levels[0])
+            counted = phase_costs(self._counted, recompute=self._packs.recompute)
             passes = [
                 max(alike, key=lambda each: float(counted[part](Load(*each.load))))
                 for of_ranks in zip(*gathered, strict=False)
                 for part, alike in zip(PARTS, zip(*of_ranks, strict=True), strict=True)
             ]
-        found = calibrate(self._counted, passes, self._levels, device=device_name(args.device))
+        given = self._packs.recompute
+        levels = every_layer(given, len(self._counted.layers)) if isinstance(given, str) else given
+        found = calibrate(self._counted, passes, levels, device=device_name(args.device))
         if found is None:  # on all ranks alike: all fit the same passes
             return
-        before, now = self._packs.costs, phase_costs(found.apply(self._counted), recompute=self._levels[0])
+        before, now = self._packs.costs, phase_costs(found.apply(self._counted), recompute=self._packs.recompute)
         self._packs.costs = now
         if not self._trainer.is_world_process_zero():
             return

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Trainer, TrainerCallback, TrainerState
 
 from omnibal.errors import reporting
-from omnibal.integrations.trainer.settings import GIB
+from omnibal.integrations.trainer.memory import GIB
 from omnibal.packs.loading import PackSampler
 from omnibal.vlm.passes import Mark, mark, seconds_between
 

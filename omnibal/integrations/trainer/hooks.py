@@ -29,6 +29,7 @@ from omnibal.packs.collator import PackCollator
 from omnibal.packs.loading import PackSampler, PaddedSampler
 from omnibal.packs.proof import check_packed
 from omnibal.processes import EndRequest, leave_ends_to_parent
+from omnibal.profile.records import Level
 from omnibal.ranks import any_rank
 
 TARGETS: Final = ("labels", "shift_labels")
@@ -119,8 +120,10 @@ class PacksCallback(RecipeCallback):
         costs: CostByPhase | None,
         layout: Sharding,
         check: Callable[[], None],
+        recompute: Level | tuple[Level, ...] = "none",
     ) -> None:
         self._trainer, self._sampler, self._check = trainer, sampler, check
+        self.recompute = recompute
         self.costs, self.layout, self._accumulation = costs, layout, trainer.args.gradient_accumulation_steps
         self._began, self._unlogged = 0.0, list[dict[str, float]]()  # the figures of each step, by name
         self._encodes = dict.fromkeys(ENCODERS, False)  # whether the data have had anything for an encoder

@@ -227,8 +227,12 @@ def set_micro_batches(trainer: Any, micro_batches: int) -> None:
 
 def recompute_of(trainer: Any) -> Level:
     by_model = trainer.args.gradient_checkpointing or getattr(model_of(trainer), "is_activation_checkpointing", False)
-    by_fsdp = trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.activation_checkpointing
-    return "full" if by_model or by_fsdp else "none"
+    return "full" if by_model or wraps_layers(trainer) else "none"
+
+
+def wraps_layers(trainer: Any) -> bool:
+    """Whether FSDP's own wrappers recompute layers."""
+    return bool(trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.activation_checkpointing)
 
 
 def why_all_rows(trainer: Any, head: Head = "targets") -> str | None:
