@@ -1,0 +1,59 @@
+"""What pages show as printed is what is printed today, for the made-up lengths that they name."""
+
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from typer.testing import CliRunner
+
+from omnibal.advise.models import Model
+from omnibal.advise.wait import phase_costs
+from omnibal.cli.main import app
+from omnibal.data.step_size import fit_step
+from omnibal.device import Device
+from omnibal.integrations.trainer.steps import AskedSteps, describe
+from omnibal.packs.loading import PackSampler
+from omnibal.profile.counted import analytic_profile
+from tools.synthetic import patch_lengths, tiled_lengths
+
+DOCS = Path(__file__).parents[2] / "docs"
+SAMPLES = 20_000
+BATCH, ACCUMULATION, RANKS = 2, 2, 8  # of all pages
+SEED = 42  # TrainingArguments'
+
+
+def sample_of(page, first):
+    """The indented block of a page that begins with some words, as it is printed."""
+    lines = (DOCS / page).read_text().splitlines()
+    begin = max(number for number, line in enumerate(lines) if line.lstrip().startswith(first))
+    end = next(number for number in range(begin, len(lines)) if not lines[number].strip())
+    return dedent("\n".join(lines[begin:end]))
+
+
+def test_what_advise_prints(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    patch_lengths(SAMPLES).save("runs/lengths")
+    recipe = f"--today zero3 --batch {BATCH} --accumulation {ACCUMULATION}"
+    command = f"advise runs/lengths --model Qwen2.5-VL-7B --cluster {RANKS}xA100-80GB {recipe}"
+    assert command.split("lengths ")[1] in (DOCS / "advise.md").read_text()
+    printed = CliRunner().invoke(app, command.split()).stdout
+    assert printed.strip() == sample_of("advise.md", "omnibal over your best settings")
+
+
+@pytest.mark.parametrize(
+    ("page", "model", "lengths", "batch"),
+    [
+        ("finetune.md", "Qwen2.5-VL-7B", patch_lengths(SAMPLES), BATCH),
+        ("trainer.md", "InternVL3-8B", tiled_lengths(SAMPLES, seed=1), 4),
+    ],
+)
+def test_what_balance_prints(page, model, lengths, batch):
+    asked = batch * ACCUMULATION * RANKS
+    size = fit_step(lengths, asked, batch_size=batch, num_replicas=RANKS)
+    ranks = {"micro_batches": size.micro_batches, "num_replicas": RANKS, "rank": 0}
+    sampler = PackSampler(lengths, size.limits, seed=SEED, **ranks)
+    profile = analytic_profile(Model.known(model).records, Device.named("A100-80GB"))
+    steps = AskedSteps(asked, batch, ACCUMULATION, 1)
+    costs = phase_costs(profile, recompute="full")
+    printed = describe(sampler, size.limits, costs, "zero3", steps, device="A100-80GB")
+    assert printed.split() == sample_of(page, "omnibal: 20000 samples").split()
