@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
-from inspect import signature
 from io import StringIO
 from pathlib import Path
 from threading import Thread
@@ -17,19 +16,18 @@ from typing import Any
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers import Trainer, TrainingArguments
 
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.data.step_size import fit_step
 from omnibal.integrations.trainer import compare
 from omnibal.integrations.trainer.clock import Measured
-from omnibal.integrations.trainer.compare import FULL, measure
+from omnibal.integrations.trainer.compare import FULL, PLAIN, measure
 from omnibal.integrations.trainer.spread import GROUPED, spread
 from omnibal.integrations.trainer.steps import module_of
 from omnibal.integrations.transformers import balance
-from omnibal.packs.collator import language_of, without_adapters
+from omnibal.packs.collator import without_adapters
 from omnibal.packs.loading import PackSampler
 from tools.dropin.ways import Task, by_tokens
 from tools.gpu.jobs import Jobs
@@ -41,8 +39,7 @@ from tools.parity.run import padded_batch
 SAMPLES, SAMPLES_SMALL = 3800, 240
 STEPS = 62  # that are timed at most
 PROMISE = re.compile(r"([\d.]+)x the samples a second of random batches(?:.*?([\d.]+)x those of group_by_length)?")
-AS_IT_WAS = {"recompute": "as_is", "head": "all"}
-"""Arguments of ``balance`` that leave a saving out, as far as it has them."""
+AS_IT_WAS = tuple(PLAIN.items())
 
 
 @dataclass(frozen=True)
@@ -67,12 +64,10 @@ class Way:
 
     Attributes:
         options: Arguments of ``balance``.
-        freed: Shares of the layers of ViT and LLM that do not recompute; None to leave all as they are.
     """
 
     name: str
     options: tuple[tuple[str, Any], ...] = ()
-    freed: tuple[float, float] | None = None
 
     @property
     def compiles(self) -> bool:
@@ -80,8 +75,6 @@ class Way:
         return bool(dict(self.options).get("compile"))
 
 
-FREED = {"all layers freed": (1.0, 1.0), "ViT and half of the LLM freed": (1.0, 0.5)}
-"""What stands for a choice of layers that do not recompute, as long as ``balance`` makes none."""
 SETTINGS = (Setting("8B"), Setting("2B", checkpointing=False), Setting("8B", lora=True))
 SMALL = (Setting(TINY, checkpointing=False), Setting(TINY, lora=True, batch=2, accumulation=2))
 BEHIND = 12  # seconds of a way beside its steps: to make a model, plan packs and start
@@ -93,31 +86,22 @@ EXPLAINED = (
 
 def ways(setting: Setting) -> list[Way]:
     """The most telling ones first: some may not come to their turn."""
-    takes = signature(balance).parameters
-    plain = {name: value for name, value in AS_IT_WAS.items() if name in takes}
 
-    def saving(name: str, by_hand: Iterable[Way]) -> list[Way]:
-        """What one saving brings alone: as ``balance`` has it, or by hand where it has it not."""
-        own = Way(f"balance, {name}", tuple((other, value) for other, value in plain.items() if other != name))
-        return [own] if name in plain else list(by_hand)
+    def saving(name: str) -> Way:
+        """What one saving brings alone."""
+        return Way(f"balance, {name}", tuple((other, value) for other, value in AS_IT_WAS if other != name))
 
-    found = [Way("random"), Way("group_by_length"), Way("balance", tuple(plain.items()))]
-    if plain:
-        found.append(Way("balance, all savings"))
-    freed = [Way(f"balance, {name}", freed=shares) for name, shares in FREED.items()]
+    found = [Way("random"), Way("group_by_length"), Way("balance", AS_IT_WAS), Way("balance, all savings")]
     if setting.checkpointing:
-        found += saving("recompute", freed[:1] if setting.lora else freed)
+        found.append(saving("recompute"))
     if setting.lora:  # time is short
         return found
-    found += saving("head", [])
-    return [*found, Way("packed by tokens", tuple(plain.items()))]
+    return [*found, saving("head"), Way("packed by tokens", AS_IT_WAS)]
 
 
 def compiled(setting: Setting) -> Way:
     """Blocks compiled one by one."""
-    takes = signature(balance).parameters
-    plain = tuple((name, value) for name, value in AS_IT_WAS.items() if name in takes)
-    return Way(f"balance, compiled blocks, {setting}", (*plain, ("compile", True)))
+    return Way(f"balance, compiled blocks, {setting}", (*AS_IT_WAS, ("compile", True)))
 
 
 def add_ladder(report: Report, *, small: bool) -> None:
@@ -205,8 +189,6 @@ class Run:
             optim="adamw_torch" if on_cpu else "adamw_torch_fused",
         )  # fmt: skip
         trainer = Trainer(model, arguments, train_dataset=self.dataset, data_collator=padded_batch)
-        if self.way.freed is not None:
-            trainer.add_callback(Frees(blocks_of(model), self.way.freed))
         if self.way.compiles:
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
@@ -265,14 +247,6 @@ def with_adapters(model: Any) -> Any:
     return get_peft_model(model, LoraConfig(r=16, target_modules=rf".*language_model.*\.({names})"))
 
 
-def blocks_of(model: Any) -> tuple[list[Any], list[Any]]:
-    """Blocks of the ViT and of the LLM, each of which may recompute."""
-    language = {id(module) for module in language_of(model).modules()}
-    blocks = [module for module in without_adapters(model).modules() if hasattr(module, "gradient_checkpointing")]
-    blocks = [block for block in blocks if isinstance(block, GradientCheckpointingLayer)]
-    return [b for b in blocks if id(b) not in language], [b for b in blocks if id(b) in language]
-
-
 def promised(said: str) -> Row:
     """What the line that ``balance`` prints promises."""
     found, limits = PROMISE.search(said), re.search(r"of at most (\d+ [\w ]+ and \d+ tokens)", said)
@@ -292,16 +266,3 @@ def row_of(found: Measured) -> dict[str, Any]:
         "+- %": 100 * found.error, "samples/s": found.samples_per_second, "peak GiB": found.peak_gib or 0.0,
         "real tokens": found.real_tokens, "waiting for data": found.loading_seconds * found.steps / found.seconds,
     }  # fmt: skip
-
-
-class Frees(TrainerCallback):  # type: ignore[misc]
-    """Lets a share of the layers keep their activations, once Trainer has let all of them recompute."""
-
-    def __init__(self, blocks: tuple[list[Any], ...], shares: tuple[float, ...]) -> None:
-        self._blocks, self._shares = blocks, shares
-
-    def on_train_begin(self, *arguments: Any, **others: Any) -> None:
-        """Spread them over the model."""
-        for blocks, share in zip(self._blocks, self._shares, strict=True):
-            for number, block in enumerate(blocks):
-                block.gradient_checkpointing = int((number + 1) * share) == int(number * share)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy, deepcopy
 from functools import partial
-from inspect import signature
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import torch
@@ -30,12 +30,18 @@ from omnibal.ranks import gather, rank_and_size
 Way = None | Literal["group_by_length"] | Mapping[str, Any] | Callable[[Trainer], Any]
 """None to train as a trainer does, a sampling strategy of transformers, options of ``balance``, or what is called with
 the trainer and may return the sampler of its packs."""
-TODAY: Final = "as today"
 FULL: Final = "out of memory"
-PLAIN: Final = {"recompute": "as_is", "head": "all"}
+PLAIN: Final = MappingProxyType({"recompute": "as_is", "head": "all"})
 """Options of ``balance`` that leave its savings out."""
-MORE: Final = {"compile": True}
-"""Options of ``balance`` that are off by default and may be worth their start."""
+WAYS: Final[Mapping[str, Way]] = MappingProxyType(
+    {
+        "as today": None,
+        GROUPED: GROUPED,
+        "packs": PLAIN,
+        "packs, all savings": {},
+        "packs, all savings, compiled": {"compile": True},
+    }
+)
 QUIET: Final = {
     "save_strategy": "no", "eval_strategy": "no", "logging_strategy": "no", "eval_on_start": False, "report_to": [],
     "push_to_hub": False, "load_best_model_at_end": False, "enable_jit_checkpoint": False, "disable_tqdm": True,
@@ -47,7 +53,7 @@ def compare(
     make_trainer: Callable[[], Trainer],
     steps: int = 20,
     *,
-    ways: Mapping[str, Way] | None = None,
+    ways: Mapping[str, Way] = WAYS,
     lengths: SampleLengths | None = None,
     picture: str | Path | None = "omnibal_compare.png",
 ) -> list[Measured]:
@@ -64,7 +70,7 @@ def compare(
         make_trainer: Makes the trainer, before ``balance``; called once for each way.
         steps: How many are timed.
         ways: By name; values are options of ``balance``, ``"group_by_length"``, None for the trainer as it is, or a
-            function of the trainer. By default these two, packs without savings, and packs with all of them.
+            function of the trainer. By default these two, packs without savings, with the usual ones, and with all.
         lengths: Of every sample, as for ``balance``; by default those that ``balance`` kept in ``output_dir``, or each
             sample is read once.
         picture: Where a picture of the table is drawn; None for none.
@@ -80,7 +86,7 @@ def compare(
 
     integer("steps", steps, 1)
     found = list[Measured]()
-    for name, way in (usual_ways() if ways is None else ways).items():
+    for name, way in ways.items():
         with TemporaryDirectory(prefix="omnibal_compare") as folder, _accelerate_afresh():
             trainer = make_trainer()
             if lengths is None and not found:
@@ -98,17 +104,6 @@ def compare(
             if picture is not None:
                 _draw(partial(draw, found), Path(picture))
     return found
-
-
-def usual_ways() -> dict[str, Way]:
-    """The trainer as it is, and what packs bring it: without savings, with those on by default, and with all."""
-    from omnibal.integrations.transformers import balance
-
-    takes = signature(balance).parameters
-    plain, more = ({name: each[name] for name in each if name in takes} for each in (PLAIN, MORE))
-    ways: dict[str, Way] = {TODAY: None, GROUPED: GROUPED, "packs": plain}
-    ways |= {"packs, all savings": {}} if plain else {}
-    return ways | ({"packs, all savings, compiled": more} if more else {})
 
 
 def measure(
