@@ -16,6 +16,7 @@ from omnibal.integrations.trainer.calibration import FILE
 from omnibal.integrations.trainer.hooks import PacksCallback
 from omnibal.integrations.trainer.steps import counted_profile
 from omnibal.integrations.transformers import balance
+from omnibal.packs.apart import SampleBounds, _give_bounds
 from omnibal.packs.collator import language_of
 from omnibal.profile.calibration import PARTS, STEPS, Calibration, TimedPass, calibrate, sizes_of
 from omnibal.profile.records import every_layer
@@ -30,9 +31,12 @@ def balanced(case, folder, **options):
 
 
 def hooks_of(trainer):
-    """Hooks of the model and its LLM; transformers leaves hooks of its own in the ViT."""
+    """Hooks of the model and its LLM, but those for a pack's bounds; transformers leaves its own in the ViT."""
     modules = trainer.model, language_of(trainer.model)
-    return [len(getattr(module, kind)) for module in modules for kind in ("_forward_hooks", "_forward_pre_hooks")]
+    hooks = [getattr(module, kind).values() for module in modules for kind in ("_forward_hooks", "_forward_pre_hooks")]
+    of_bounds = SampleBounds._note.__qualname__, _give_bounds.__qualname__
+    names = [[getattr(getattr(hook, "func", hook), "__qualname__", "") for hook in each] for each in hooks]
+    return [[name for name in each if name not in of_bounds] for each in names]
 
 
 def tick():
