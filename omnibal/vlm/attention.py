@@ -130,7 +130,7 @@ def _as_autocast(tensor: Tensor) -> Tensor:
     # Under autocast rotary tables make float32 of queries and keys. Autocast rounds what goes into torch's "sdpa", but
     # nothing that goes into the kernel for packs.
     device = tensor.device.type
-    if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
+    if tensor.is_meta or not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(device))
 
