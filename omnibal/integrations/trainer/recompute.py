@@ -112,7 +112,7 @@ class LayerChoice:
             raise ConfigError(f"recompute must name parts whose layers have a flag, got {lacking[0]!r}")
         if memory is None and not words:
             return None, []
-        given = _given(counted, flagged, words)
+        given = _given(counted, flagged, _with_uncounted(settings.model, counted, words))
         if memory is not None and not trainer.is_deepspeed_enabled:
             memory = _under_autocast(memory, trainer.accelerator.mixed_precision)
         return cls(tuple(flagged), given, memory, costs), []
@@ -210,6 +210,14 @@ def _under_autocast(memory: RankMemory, mixed_precision: str | None) -> RankMemo
         for layer in memory.profile.layers
     )
     return replace(memory, profile=replace(memory.profile, layers=layers))
+
+
+def _with_uncounted(model: Any, counted: ModelProfile, words: Mapping[str, Word]) -> Mapping[str, Word]:
+    """The words, and "full" for parts that train without being counted so: adapters in an encoder are not counted."""
+    trained = {module_of(name) for name, weight in model.named_parameters() if weight.requires_grad}
+    reached = {layer.module for layer, is_reached in zip(counted.layers, counted.reached, strict=True) if is_reached}
+    uncounted: dict[str, Word] = {part: "full" for part in PARTS if part in trained - reached}
+    return uncounted | dict(words)
 
 
 def _given(counted: ModelProfile, flagged: Collection[int], words: Mapping[str, Word]) -> tuple[Level | None, ...]:
