@@ -15,25 +15,26 @@ if TYPE_CHECKING:
     from omnibal.integrations.trainer.clock import Measured
 
 UNKNOWN: Final = "–"
+MOST_OF_A_NAME: Final = 15  # characters of a way in a line
 
 
 def table_of(found: Sequence[Measured]) -> Table:
     """A row of each way, in the columns that are known of any; lines below say why one could not be measured."""
     rows = [_cells(each, found[0]) for each in found]
     names = [name for name in rows[0] if any(row[name] != UNKNOWN for row in rows)]
-    # So wide that no name is broken, though a console of 80 characters would.
-    heads = [names[0].ljust(max(len(each.way) for each in found)), *names[1:]]
+    # A table that is too wide for its console would lose its last columns; so long names are folded.
+    heads = [names[0].ljust(min(max(len(each.way) for each in found), MOST_OF_A_NAME)), *names[1:]]
     return make_table(heads, [[row[name] for name in names] for row in rows])
 
 
 def _cells(measured: Measured, first: Measured) -> dict[str, str]:
     rate, error = measured.tokens_per_second, measured.error
     figures = {
-        "samples/s": (measured.samples_per_second, ",.2f"),
-        "tokens/s": (rate, ",.0f"),
+        "samples\n/s": (measured.samples_per_second, ",.2f"),
+        "tokens\n/s": (rate, ",.0f"),
         "±": (error, ".1%"),
         "times\nfirst": (rate / first.tokens_per_second if first.tokens else None, ".2f"),
-        "peak GiB": (measured.peak_gib, ".1f"),
+        "peak\nGiB": (measured.peak_gib, ".1f"),
         "real\ntokens": (measured.real_tokens, ".0%"),
         "ranks\nwait": (measured.waited, ".0%"),
         "loading\nms/step": (1e3 * measured.loading_seconds, ",.1f"),
@@ -58,7 +59,10 @@ def lines(found: Sequence[Measured]) -> list[str]:
 def show(found: Sequence[Measured]) -> None:
     """Print the table."""
     console = Console(markup=False)  # also of cells: what users call ways may look like tags
-    for part in (table_of(found), *lines(found)):
+    table = table_of(found)
+    if not console.is_terminal:
+        console.width = max(console.width, console.measure(table).maximum)
+    for part in (table, *lines(found)):
         console.print(part, highlight=False, soft_wrap=isinstance(part, str) and not console.is_terminal)
 
 

@@ -13,6 +13,7 @@ from omnibal.errors import InfeasibleError
 from omnibal.integrations.trainer import compare as comparing
 from omnibal.integrations.trainer import spread as spreading
 from omnibal.integrations.trainer.clock import WARM_UP, Kernel, Measured, Timed, busy_seconds
+from omnibal.integrations.trainer.compare import WAYS
 from omnibal.integrations.trainer.spread import spread, spread_batches, spread_packs
 from omnibal.integrations.transformers import balance, compare
 from omnibal.ranks import gather
@@ -179,17 +180,25 @@ def test_a_table_has_the_columns_that_are_known(tmp_path):
         Measured.of("packs with a long name", [one]),
         Measured("none", "too large"),
     ]
-    console = Console(width=80)
+    console = Console(width=66)
     with console.capture() as shown:
         console.print(table_of(found))
     assert [line.split() for line in shown.get().splitlines() if line.strip(" ─")] == [
-        ["times", "real", "loading"],
-        ["way", "samples/s", "tokens/s", "±", "first", "tokens", "ms/step"],
+        ["samples", "tokens", "times", "real", "loading"],
+        ["way", "/s", "/s", "±", "first", "tokens", "ms/step"],
         ["as", "today", "1.00", "20", "50.0%", "1.00", "67%", "100.0"],
-        ["packs", "with", "a", "long", "name", "1.00", "20", "50.0%", "1.00", "67%", "100.0"],
+        ["packs", "with", "a", "1.00", "20", "50.0%", "1.00", "67%", "100.0"],
+        ["long", "name"],
         ["none", *["–"] * 6],
     ]
-    draw([*found, Measured.of("on a GPU", [one._replace(peak=2**30)])], tmp_path / "picture.png")
+    console = Console(width=80)  # all columns of the usual ways fit it
+    busy = Timed([1.0, 1.0], [0.1, 0.1], [(1, 10000, 20000, 3), (1, 30000, 40000, 3)], 141 * 2**30, 0.3)
+    whole = [Measured.of(way, [busy, busy]) for way in WAYS]
+    with console.capture() as shown:
+        console.print(table_of(whole))
+    first = next(line for line in shown.get().splitlines() if line.lstrip().startswith("as today"))
+    assert first.split() == ["as", "today", "2.00", "40,000", "50.0%", "1.00", "141.0", "67%", "30%", "100.0"]
+    draw(whole, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 0
 
 

@@ -38,8 +38,8 @@ WAYS: Final[Mapping[str, Way]] = MappingProxyType(
         "as today": None,
         GROUPED: GROUPED,
         "packs": PLAIN,
-        "packs, all savings": {},
-        "packs, all savings, compiled": {"compile": True},
+        "packs, savings": {},
+        "packs, compiled": {"compile": True},
     }
 )
 QUIET: Final = {
