@@ -17,7 +17,13 @@ from omnibal.data.step_size import fit_step
 from omnibal.device import DEVICES
 from omnibal.errors import ConfigError
 from omnibal.integrations.trainer.memory import GIB, HeldBytes
-from omnibal.integrations.trainer.recompute import FillsMemory, LayerChoice, flagged_layers, fullest_load
+from omnibal.integrations.trainer.recompute import (
+    REMEDY,
+    FillsMemory,
+    LayerChoice,
+    flagged_layers,
+    fullest_load,
+)
 from omnibal.integrations.trainer.steps import counted_profile, module_of
 from omnibal.integrations.transformers import balance
 from omnibal.memory.recompute import recompute_seconds
@@ -275,6 +281,20 @@ def test_the_choice_is_corrected_once_by_what_is_measured(measured, tmp_path, mo
 def test_unknown_words_are_refused(recompute, options, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         balance(trainer_of("internvl", tmp_path, **options), LIMITS["internvl"], recompute=recompute)
+
+
+def test_memory_that_runs_out_says_how_to_free_fewer_layers(tmp_path, monkeypatch):
+    trainer = trainer_of(Case("internvl", options=CHECKPOINTS), tmp_path)
+    balance(trainer, LIMITS["internvl"], memory_gib=100.0)
+
+    def runs_out(*_, **__):
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    monkeypatch.setattr(trainer.model, "forward", runs_out)
+    monkeypatch.setattr("omnibal.integrations.transformers.check_model", lambda *_: None)
+    with pytest.raises(torch.OutOfMemoryError) as found:
+        trainer.train()
+    assert found.value.__notes__ == [REMEDY]
 
 
 def test_what_cannot_be_freed_is_left_alone_and_said(tmp_path, capsys):

@@ -6,6 +6,7 @@ own, ``gradient_checkpointing``: a layer without it keeps its activations, and n
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any, Final, Literal, cast
 
 import numpy as np
@@ -43,6 +44,10 @@ NORMS_SHARE: Final = 1.25  # the same where autocast has norms of 16-bit layers 
 HALVES: Final = (2, 4)  # how many times smaller than a batch packs are tried
 NAME: Final = "omnibal.FillsMemory"  # in Trainer's checkpoints
 _DOING: Final = "measuring of memory"
+REMEDY: Final = (
+    'omnibal freed layers from gradient checkpointing: balance(trainer, recompute="as_is") frees none, a smaller '
+    "memory_gib= fewer"
+)
 
 
 def may_fill(settings: TrainerSettings, recompute: Any) -> bool:
@@ -276,6 +281,17 @@ class FillsMemory(TrainerCallback):  # type: ignore[misc]
         self._trainer, self._choice, self._memory, self._packs = trainer, choice, memory, packs
         self._lengths, self._limits = lengths, limits
         self._steps, self._spare = 0, 0.0
+        train = trainer.train
+
+        @wraps(train)
+        def explained(*args: Any, **options: Any) -> Any:
+            try:
+                return train(*args, **options)
+            except torch.OutOfMemoryError as error:
+                error.add_note(REMEDY)  # below the traceback
+                raise
+
+        vars(trainer)["train"] = explained
 
     @property
     def levels(self) -> tuple[Level, ...]:
