@@ -221,7 +221,7 @@ def _packs(now: Estimate, settled: Estimate) -> tuple[_Search, Speedup | None]:
     if larger is not None and larger.recipe != balanced.recipe:
         packs = count_of(larger.recipe.micro_batches, "pack" if search.current is balanced else "even pack")
         search.offer(_change("limits", f"{packs} per rank and step", search.current, larger))
-    search.offer(_recompute(search.current))
+    search.offer(_filled(search.current) if scenario.fills else _recompute(search.current))
     search.offer(_sharing_less(search.current))
     gain = Speedup.of(settled, search.current, changes=sum(change.brings for change in search.changes))
     is_even = search.current.recipe.batching == "even"
@@ -301,6 +301,20 @@ def _recompute(current: Estimate) -> TriedChange | None:
     return _change("recompute", detail, current, found)
 
 
+def _filled(current: Estimate) -> TriedChange | None:
+    """Even packs beside which only those layers recompute that must; smaller ones if that makes up for their number."""
+    recipe, scenario = current.recipe, current.scenario
+    if recipe.recompute == "none" or recipe.batching != "even":
+        return _recompute(current)
+    found = _best_packs(scenario, recipe, fills=True) or current.filled()
+    blocks = [layer.kind.endswith("_block") for layer in scenario.profile.layers]
+    again = sum(level == "full" for level, is_block in zip(found.memory.levels, blocks, strict=True) if is_block)
+    detail = f"{again} of {sum(blocks)} layers recompute"
+    if found.recipe.micro_batches != recipe.micro_batches:
+        detail += f", in {count_of(found.recipe.micro_batches, 'pack')} per rank and step"
+    return _change("recompute", detail, current, found)
+
+
 def _sharing_less(current: Estimate) -> TriedChange | None:
     sharding = current.recipe.sharding
     if sharding not in SHARING_LESS:
@@ -325,11 +339,17 @@ def _balanced(scenario: Scenario, recipe: Recipe) -> Estimate:
     return found
 
 
-def _best_packs(scenario: Scenario, recipe: Recipe) -> Estimate | None:
-    """The numbers of even packs, for the samples of a step, that are fastest of those that fit; None if none does."""
+def _best_packs(scenario: Scenario, recipe: Recipe, *, fills: bool = False) -> Estimate | None:
+    """The number of even packs, for the samples of a step, that is fastest of those that fit; None if none does.
+
+    Args:
+        fills: Whether only those layers recompute that must.
+    """
     most = max(scenario.samples_per_step // scenario.cluster.num_devices, 1)
     counts = np.unique(np.geomspace(1, most, MOST_TRIED).round().astype(int)).tolist()
     recipes = [replace(recipe, micro_batches=count) for count in dict.fromkeys([recipe.micro_batches, *counts])]
+    if fills:
+        recipes = [scenario.estimate(each).filled().recipe for each in recipes]
     return _fastest(scenario, recipes, recipe, least_fill=LEAST_FILL)
 
 

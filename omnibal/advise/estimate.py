@@ -11,11 +11,12 @@ from omnibal.advise.batches import GROUPED, Batches, Batching, Samples, even_pac
 from omnibal.advise.memory import USUAL, RankMemory, TrainingPrecision
 from omnibal.advise.wait import Sharding, exposed_seconds, phase_costs, phase_seconds, wait
 from omnibal.cluster import Cluster
-from omnibal.cost import FloatArray
+from omnibal.cost import FloatArray, Load
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.limits import PackLimits, largest_load
+from omnibal.data.limits import PackLimits, fullest_load, largest_load
 from omnibal.data.step_size import limits_of_step
 from omnibal.errors import InfeasibleError, bytes_in_words
+from omnibal.memory.recompute import recompute_seconds
 from omnibal.profile.records import Level, ModelProfile
 
 CAUSES: Final = (
@@ -45,7 +46,8 @@ class Recipe:
     batching: Batching = "random"
     batch: int = 1
     micro_batches: int = 1
-    recompute: Level = "full"
+    recompute: Level | tuple[Level, ...] = "full"
+    """One level for all layers, or one for each, as ``balance`` chooses them."""
     limits: PackLimits | None = None
     target_rows: bool = False
     """Whether the head works on the rows that predict a target alone, as far as lengths tell them."""
@@ -82,6 +84,8 @@ class Scenario:
     """Whether the head can work on target rows alone: the trainer's drop-in does so, and lengths tell them."""
     offered: tuple[Batching | Literal["head"], ...] = ()
     """What the trainer has by one setting or call, without packs of ours: ways to batch, and a head on target rows."""
+    fills: bool = False
+    """Whether the trainer's drop-in frees layers from recomputation, as many as fit."""
     cutoff: int | None = None  # tokens of the trainer's own packs, where offered has them
     precision: TrainingPrecision = USUAL
     _batches: dict[Recipe, tuple[Batches, ...]] = field(default_factory=dict)
@@ -198,6 +202,19 @@ class Estimate:
             scenario.profile, recipe.sharding, scenario.cluster, recipe.recompute, recipe.target_rows,
             recipe.offloaded, scenario.precision,
         )  # fmt: skip
+
+    def filled(self) -> "Estimate":
+        """With as few layers that recompute as fit beside the fullest micro-batch; as it is if all of them must."""
+        profile, lengths = self.scenario.profile, self.scenario.lengths
+        planned = fullest_load(lengths, self.limits_for(lengths, holds_all=False))  # the planner's packs, and ours here
+        fullest = Load.stack([planned, *(batches.loads.max() for batches in self.batches)]).max()
+        seconds = recompute_seconds(profile, self.batches[0].loads)
+        blocks = (layer.kind.endswith("_block") for layer in profile.layers)  # transformers recomputes no others
+        free = [is_block and reached for is_block, reached in zip(blocks, profile.reached, strict=True)]
+        cluster = replace(self.scenario.cluster, memory_bytes=int(self._usable_bytes))
+        given: list[Level | None] = [None if is_free else "none" for is_free in free]
+        found = replace(self.memory, cluster=cluster).filled(fullest, seconds, given)
+        return self if found is None else self.scenario.estimate(replace(self.recipe, recompute=found.levels))
 
     @cached_property
     def peaks(self) -> tuple[float, float]:

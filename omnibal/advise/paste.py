@@ -235,7 +235,7 @@ def _random(today: Recipe, host: Host) -> list[str]:
 
 def _changed(today: Recipe, after: Recipe, host: Host) -> list[str]:
     found = []
-    if after.recompute != today.recompute:
+    if (after.recompute == "none") != (today.recompute == "none"):
         found.append(HOSTS[host].checkpointing_off if after.recompute == "none" else HOSTS[host].checkpointing_on)
     if after.sharding != today.sharding:
         found.append(f'"zero_optimization": {{"stage": {STAGES[after.sharding]}}} in the ds_config')
@@ -273,8 +273,10 @@ def rearranging_lines(advice: Advice, present: Present, found: WeighedLayout) ->
 
 
 def recompute_lines(present: Present, found: WeighedLayout) -> list[str]:
-    """What lets a share of the layers recompute, where a layout does."""
+    """What lets a share of the layers recompute, where a layout does and ``balance`` does not see to it."""
     if not 0 < found.recomputed < 1:
+        return []
+    if (present.host or "transformers") == "transformers" and found.kind != "rearranged":
         return []
     if (present.host or "transformers") != "transformers":
         return [f"{found.recomputed:.0%} of the layers recompute: docs/layouts.md says how to take layers out"]

@@ -174,7 +174,8 @@ class Question:
             adapted = adapted_profile(self.model.records, device, rank=LORA_RANK)  # what would fit
         asked = Scenario(
             lengths, counted, self.cluster, per_step, adapted=adapted,
-            spares_rows=spares_rows, offered=offered, cutoff=present.cutoff, precision=present.precision,
+            spares_rows=spares_rows, fills=present.host in (None, "transformers") and not self.measured.is_stream,
+            offered=offered, cutoff=present.cutoff, precision=present.precision,
         )  # fmt: skip
         if recipe.limits is None:
             return asked

@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from omnibal.cost import Load
 from omnibal.data.lengths import IntArray, SampleLengths
+from omnibal.data.packs import Packs
 from omnibal.errors import DataError, integer
 
 MOST: Final = 2**22
@@ -178,3 +179,16 @@ def largest_load(lengths: SampleLengths, limits: PackLimits) -> Load:
     # Without a limit of their own the tokens bound sounds.
     sounds = min(limits.most("sound_units"), tokens * most_per(lengths.sound_units, lengths.llm_tokens, 0.0))
     return Load(limits.vision_units, tokens, tokens * longest, squared, targets, sounds)
+
+
+def fullest_load(lengths: SampleLengths, limits: PackLimits) -> Load:
+    """A micro-batch that none of a run exceeds in any size: samples alone in packs and fillers included."""
+    loads, over = [largest_load(lengths, limits)], limits.oversized(lengths)
+    if len(over):
+        loads.append(Packs(over, np.arange(len(over) + 1)).load(lengths).max())
+    most, seen = Load.stack(loads).max(), lengths.llm_tokens[lengths.vision_units > 0]
+    filler = float(seen.min(initial=lengths.summary.max_llm_tokens)) if len(seen) else 0.0
+    return Load(
+        most.vision_units, most.llm_tokens + filler, most.llm_tokens_squared + filler**2, most.vision_squared,
+        most.target_tokens, most.sound_units,
+    )  # fmt: skip

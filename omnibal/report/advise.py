@@ -22,6 +22,7 @@ from omnibal.advise.paste import (
     with_layout,
 )
 from omnibal.advise.question import Question
+from omnibal.profile.records import levels_in_words
 from omnibal.report.style import (
     BLUE,
     GIB,
@@ -239,9 +240,10 @@ class Report:
 
 def _figures(estimate: Estimate) -> dict[str, Any]:
     recipe = estimate.recipe
+    again = recipe.recompute if isinstance(recipe.recompute, str) else levels_in_words(recipe.recompute)
     return {
         "trainer": recipe.sharding, "batching": recipe.batching, "batch": recipe.batch,
-        "micro_batches": recipe.micro_batches, "recompute": recipe.recompute,
+        "micro_batches": recipe.micro_batches, "recompute": again,
         "samples_per_step": estimate.samples_per_step, "shares": estimate.shares,
         "sample_seconds": float(estimate.sample_seconds.mean()),
         "fullest_rank_bytes": estimate.peaks[0], "mean_rank_bytes": estimate.peaks[1],

@@ -84,6 +84,20 @@ def test_what_the_trainer_has_by_a_setting_is_no_gain_of_packs():
     assert again.beyond.factor == pytest.approx(offered.beyond.factor, rel=0.03)
 
 
+def test_packs_free_as_many_layers_as_fit_where_no_setting_frees_all():
+    asked = scenario(cluster=Cluster.parse("8xA100-40GB"), per_rank=16)
+    today = Recipe("zero3", "random", 4, 4)
+    filled, whole = (advise(replace(asked, fills=fills), today) for fills in (True, False))
+    assert changes_of(whole)["recompute"].after is None  # switched off for all layers it does not fit
+    found = filled.after
+    assert changes_of(filled)["recompute"].detail.startswith(f"{found.recipe.recompute.count('full')} of 52 layers")
+    assert 0 < found.recipe.recompute.count("full") < 52
+    assert found.fits and found.peaks[0] > whole.after.peaks[0]
+    assert 0 < found.shares["recomputation"] < 0.7 * whole.after.shares["recomputation"]
+    assert found.sample_seconds.mean() < 0.9 * whole.after.sample_seconds.mean()
+    assert found.filled().recipe == found.recipe  # none recomputes that need not
+
+
 def test_settings_end_alike_wherever_a_trainer_begins():
     """Batches by length bring nothing while batches are small, and much once another setting has made them larger."""
     lengths = tiled_lengths(1_000, seed=3)

@@ -40,7 +40,7 @@ def test_waits_for_sounds_are_told_and_layouts_refused(question):
     hears_alone = "Audio" in name
     assert not hears_alone or shares["waiting for others' ViT"] < 0.001
     assert question.model.units == ("windows" if hears_alone else "patches")
-    assert any(f", {SOUND} " in line for line in Report(question, advice).lines())
+    assert any(f"% {SOUND}" in line for line in Report(question, advice).lines())
 
 
 def test_of_layouts_zero_alone_is_weighed(question):

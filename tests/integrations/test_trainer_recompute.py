@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from omnibal.advise.memory import RankMemory
 from omnibal.cluster import OVERHEAD_BYTES, Cluster
 from omnibal.cost import Load
-from omnibal.data.limits import PackLimits
+from omnibal.data.limits import PackLimits, fullest_load
 from omnibal.data.step_size import fit_step
 from omnibal.device import DEVICES
 from omnibal.errors import ConfigError
@@ -22,7 +22,6 @@ from omnibal.integrations.trainer.recompute import (
     FillsMemory,
     LayerChoice,
     flagged_layers,
-    fullest_load,
 )
 from omnibal.integrations.trainer.steps import counted_profile, module_of
 from omnibal.integrations.transformers import balance

@@ -18,7 +18,7 @@ from omnibal.advise.memory import RankMemory
 from omnibal.advise.wait import phase_costs
 from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.limits import PackLimits, largest_load
+from omnibal.data.limits import PackLimits, fullest_load
 from omnibal.data.packs import Packs
 from omnibal.data.step_size import StepSize
 from omnibal.errors import ConfigError, InfeasibleError, reporting
@@ -240,19 +240,6 @@ def _given(counted: ModelProfile, flagged: Collection[int], words: Mapping[str, 
 
 def total_load(lengths: SampleLengths) -> Load:
     return Packs(np.arange(len(lengths)), np.array([0, len(lengths)])).load(lengths)
-
-
-def fullest_load(lengths: SampleLengths, limits: PackLimits) -> Load:
-    """A micro-batch that none of a run exceeds in any size: samples alone in packs and fillers included."""
-    loads, over = [largest_load(lengths, limits)], limits.oversized(lengths)
-    if len(over):
-        loads.append(Packs(over, np.arange(len(over) + 1)).load(lengths).max())
-    most, seen = Load.stack(loads).max(), lengths.llm_tokens[lengths.vision_units > 0]
-    filler = float(seen.min(initial=lengths.summary.max_llm_tokens)) if len(seen) else 0.0
-    return Load(
-        most.vision_units, most.llm_tokens + filler, most.llm_tokens_squared + filler**2, most.vision_squared,
-        most.target_tokens, most.sound_units,
-    )  # fmt: skip
 
 
 def _let_frozen_encoders_be(model: Any) -> None:
