@@ -4,7 +4,7 @@
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,8 @@ from omnibal.formats.collate import IGNORED
 from omnibal.integrations.lengths import LENGTHS, prepare, samples_to_check
 from omnibal.integrations.loops import PackLoader
 from omnibal.integrations.trainer.calibration import CalibratesCosts, measured_before
-from omnibal.integrations.trainer.compare import compare
+from omnibal.integrations.trainer.clock import MeasuredWay
+from omnibal.integrations.trainer.compare import WAYS, Way, compare_ways
 from omnibal.integrations.trainer.drawn import pack_stream, rearrange_samples
 from omnibal.integrations.trainer.hooks import (
     EndsWhenAsked,
@@ -276,6 +277,42 @@ def rearrange(trainer: Trainer, limits: PackLimits | None = None, *, padded: boo
     if StepLoss(trainer, "token").routes:
         raise ConfigError("output_router_logits must be False to rearrange samples, got True")
     rearrange_samples(trainer, limits, padded=padded)
+
+
+def compare(
+    make_trainer: Callable[[], Trainer],
+    steps: int = 20,
+    *,
+    ways: Mapping[str, Way] = WAYS,
+    lengths: SampleLengths | None = None,
+    picture: str | Path | None = "omnibal_compare.png",
+) -> list[MeasuredWay]:
+    """Measure a few steps of each way to train on this machine, and print a table of them.
+
+    Call it on all ranks, in place of ``trainer.train()``; the launcher stays as it is. Each way gets a trainer of its
+    own, the same steps spread evenly over an epoch, and learning rates of 0: the optimizer works, and weights stay as
+    they are, also where ``make_trainer`` gives the same model again. Nothing is saved, evaluated or reported: a
+    trainer's output folder is a temporary one, and of transformers' callbacks only the one that counts steps stays.
+    Three steps come first and are not timed: in them all ranks train the fullest batches of the epoch, so that memory
+    that does not suffice is seen on all ranks alike.
+
+    Args:
+        make_trainer: Makes the trainer, before ``balance``; called once for each way.
+        steps: How many are timed.
+        ways: By name; values are options of ``balance``, ``"group_by_length"``, None for the trainer as it is, or a
+            function of the trainer. By default these two, packs without savings, with the usual ones, and with all.
+        lengths: Of every sample, as for ``balance``; by default those that ``balance`` kept in ``output_dir``, or each
+            sample is read once.
+        picture: Where a picture of the table is drawn; None for none.
+
+    Returns:
+        What was measured of each way, the same on all ranks; one that runs out of memory, or that ``balance`` refuses,
+        says so in ``failed``.
+
+    Raises:
+        InfeasibleError: A rank alone ran out of memory behind the first steps: the others wait for it, and all end.
+    """
+    return compare_ways(make_trainer, balance, steps, ways=ways, lengths=lengths, picture=picture)
 
 
 def _begin(trainer: Trainer, head: Head = "targets") -> TrainerSettings:

@@ -103,9 +103,11 @@ def attend_by_bounds(model: nn.Module) -> Callable[[], None] | None:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _give_bounds(bounds: SampleBounds, decoder: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Hand a pack's bounds, and its longest sample, to the layers: compiled ones cannot read them off its positions."""
-    from omnibal.vlm.attention import attention_kwargs
+    from omnibal.vlm.attention import PACKED_ATTENTION, attention_kwargs
     from omnibal.vlm.payload import PackCounts, note_counts
 
+    if decoder.config._attn_implementation != PACKED_ATTENTION:  # changed since, as by Ulysses: its rows are shares
+        return None
     # Three rows are time, height and width, without the text's that tells where samples begin.
     if bounds.of_pack is None or kwargs.get("attention_mask") is not None or len(kwargs["position_ids"]) == 3:
         return None

@@ -12,13 +12,13 @@ from rich.table import Table
 from omnibal.report.style import BLUE, GREEN, drawing, label_of, make_table
 
 if TYPE_CHECKING:
-    from omnibal.integrations.trainer.clock import Measured
+    from omnibal.integrations.trainer.clock import MeasuredWay
 
 UNKNOWN: Final = "–"
 MOST_OF_A_NAME: Final = 15  # characters of a way in a line
 
 
-def table_of(found: Sequence[Measured]) -> Table:
+def table_of(found: Sequence[MeasuredWay]) -> Table:
     """A row of each way, in the columns that are known of any; lines below say why one could not be measured."""
     rows = [_cells(each, found[0]) for each in found]
     names = [name for name in rows[0] if any(row[name] != UNKNOWN for row in rows)]
@@ -27,7 +27,7 @@ def table_of(found: Sequence[Measured]) -> Table:
     return make_table(heads, [[row[name] for name in names] for row in rows])
 
 
-def _cells(measured: Measured, first: Measured) -> dict[str, str]:
+def _cells(measured: MeasuredWay, first: MeasuredWay) -> dict[str, str]:
     rate, error = measured.tokens_per_second, measured.error
     figures = {
         "samples\n/s": (measured.samples_per_second, ",.2f"),
@@ -46,7 +46,7 @@ def _cells(measured: Measured, first: Measured) -> dict[str, str]:
     return {"way": measured.way} | cells
 
 
-def lines(found: Sequence[Measured]) -> list[str]:
+def lines(found: Sequence[MeasuredWay]) -> list[str]:
     """What the columns are, and why ways could not be measured."""
     steps = max((each.steps for each in found), default=0)
     told = [
@@ -56,7 +56,7 @@ def lines(found: Sequence[Measured]) -> list[str]:
     return told + [f"{each.way} could not be measured: {each.failed}" for each in found if each.failed is not None]
 
 
-def show(found: Sequence[Measured]) -> None:
+def show(found: Sequence[MeasuredWay]) -> None:
     """Print the table."""
     console = Console(markup=False)  # also of cells: what users call ways may look like tags
     table = table_of(found)
@@ -66,7 +66,7 @@ def show(found: Sequence[Measured]) -> None:
         console.print(part, highlight=False, soft_wrap=isinstance(part, str) and not console.is_terminal)
 
 
-def draw(found: Sequence[Measured], path: Path) -> None:
+def draw(found: Sequence[MeasuredWay], path: Path) -> None:
     """Draw the tokens a second of each way, and the memory of the fullest rank if it is known."""
     measured = [each for each in found if each.failed is None]
     has_peaks = any(each.peak_gib is not None for each in measured)

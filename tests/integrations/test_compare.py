@@ -12,7 +12,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.errors import InfeasibleError
 from omnibal.integrations.trainer import compare as comparing
 from omnibal.integrations.trainer import spread as spreading
-from omnibal.integrations.trainer.clock import WARM_UP, Kernel, Measured, Timed, busy_seconds
+from omnibal.integrations.trainer.clock import WARM_UP, Kernel, MeasuredWay, Timed, busy_seconds
 from omnibal.integrations.trainer.compare import WAYS
 from omnibal.integrations.trainer.spread import spread, spread_batches, spread_packs
 from omnibal.integrations.transformers import balance, compare
@@ -165,20 +165,20 @@ def test_fullest_batches_come_first_on_all_ranks():
 def test_ranks_are_put_together():
     first = Timed([1.0, 2.0], [0.1, 0.1], [(1, 10, 20, 3), (1, 30, 40, 3)], 2**30, 0.2)
     other = Timed([2.0, 1.0], [0.5, 0.3], [(2, 30, 30, 1), (0, 10, 10, 1)], 2**31, 0.4)
-    found = Measured.of("packs", [first, other])
+    found = MeasuredWay.of("packs", [first, other])
     assert (found.steps, found.seconds, found.samples, found.tokens, found.vision_units) == (2, 4.0, 4, 80, 8)
     assert (found.tokens_per_second, found.real_tokens, found.peak_gib) == (20.0, 0.8, 2.0)
     assert (found.waited, found.loading_seconds, found.error) == pytest.approx((0.3, 0.4, 0.0))
-    assert Measured.of("shared", [first, first], sharing=2).tokens == 40  # two ranks that share each batch
-    assert Measured.of("one", [first]).waited is None
+    assert MeasuredWay.of("shared", [first, first], sharing=2).tokens == 40  # two ranks that share each batch
+    assert MeasuredWay.of("one", [first]).waited is None
 
 
 def test_a_table_has_the_columns_that_are_known(tmp_path):
     one = Timed([1.0, 1.0], [0.1, 0.1], [(1, 10, 20, 3), (1, 30, 40, 3)], 0, None)
     found = [
-        Measured.of("as today", [one]),
-        Measured.of("packs with a long name", [one]),
-        Measured("none", "too large"),
+        MeasuredWay.of("as today", [one]),
+        MeasuredWay.of("packs with a long name", [one]),
+        MeasuredWay("none", "too large"),
     ]
     console = Console(width=66)
     with console.capture() as shown:
@@ -193,7 +193,7 @@ def test_a_table_has_the_columns_that_are_known(tmp_path):
     ]
     console = Console(width=80)  # all columns of the usual ways fit it
     busy = Timed([1.0, 1.0], [0.1, 0.1], [(1, 10000, 20000, 3), (1, 30000, 40000, 3)], 141 * 2**30, 0.3)
-    whole = [Measured.of(way, [busy, busy]) for way in WAYS]
+    whole = [MeasuredWay.of(way, [busy, busy]) for way in WAYS]
     with console.capture() as shown:
         console.print(table_of(whole))
     first = next(line for line in shown.get().splitlines() if line.lstrip().startswith("as today"))

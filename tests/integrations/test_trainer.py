@@ -534,7 +534,7 @@ def test_what_steps_were_planned_for_must_stay(tmp_path):
 
 
 def test_the_line_says_where_there_is_no_gain(tmp_path, capsys):
-    sampler = balance(trainer_of("internvl", tmp_path, max_steps=5))
+    sampler = balance(trainer_of("internvl", tmp_path, max_steps=5), head="all")
     line = capsys.readouterr().out
     assert f" {sampler.num_steps} steps an epoch, 2 samples a step asked, {11 / sampler.num_steps:.1f} on" in line
     assert re.search(r" no gain here: (0.\d|1.0)\dx the samples a second of random batches is expected", line)

@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 
 from omnibal.integrations.trainer.clock import Kernel, busy_seconds, kernels_of
 from omnibal.integrations.trainer.compare import begin
+from omnibal.integrations.transformers import balance
 from tools.gpu.jobs import Jobs
 from tools.gpu.ladder import Run, Setting, Way, ways
 from tools.gpu.models import TINY
@@ -87,7 +88,7 @@ def profiled(job: tuple[Setting, Way, bool]) -> Iterator[Row]:
     with TemporaryDirectory() as folder:
         trainer = run.trainer(folder)
         trainer.args.max_steps = 2 * STEPS
-        begin(trainer, run.batches, 2 * STEPS, run.dataset.lengths)
+        begin(trainer, run.batches, 2 * STEPS, balance=balance, lengths=run.dataset.lengths)
         watching = Watching(run.device)
         trainer.add_callback(watching)
         trainer.train()

@@ -22,7 +22,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.data.step_size import fit_step
 from omnibal.integrations.trainer import compare
-from omnibal.integrations.trainer.clock import Measured
+from omnibal.integrations.trainer.clock import MeasuredWay
 from omnibal.integrations.trainer.compare import FULL, PLAIN, measure
 from omnibal.integrations.trainer.spread import GROUPED, spread
 from omnibal.integrations.trainer.steps import module_of
@@ -166,7 +166,10 @@ class Run:
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(said):
             trainer = self.trainer(folder)
             lengths, name = self.dataset.lengths, self.way.name
-            found = measure(trainer, name, self.batches, STEPS, Path(folder), lengths=lengths, seconds=self._seconds)
+            found = measure(
+                trainer, name, self.batches, STEPS, Path(folder),
+                balance=balance, lengths=lengths, seconds=self._seconds,
+            )  # fmt: skip
         print(said.getvalue(), flush=True)
         if found.failed is not None and not found.failed.startswith(FULL):
             raise RuntimeError(found.failed)
@@ -218,7 +221,7 @@ class Run:
         )
         return sampler
 
-    def _mfu(self, model: Any, found: Measured) -> Row:
+    def _mfu(self, model: Any, found: MeasuredWay) -> Row:
         """Model FLOPs utilization: of weights that are trained 6 times parameters times tokens."""
         config = without_adapters(model).config
         patches = (config.vision_config.image_size[0] // config.vision_config.patch_size[0]) ** 2 + 1
@@ -257,7 +260,7 @@ def promised(said: str) -> Row:
     return gains | ({} if limits is None else {"a pack holds": limits[1]})
 
 
-def row_of(found: Measured) -> dict[str, Any]:
+def row_of(found: MeasuredWay) -> dict[str, Any]:
     """Of the steps that count."""
     if found.failed is not None:
         return {FAILED: found.failed}

@@ -47,7 +47,7 @@ class Timed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredWay:
     """What a way to train does on all ranks together, or why it could not be measured.
 
     Attributes:

@@ -20,7 +20,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.errors import InfeasibleError, OmnibalError, integer, missing_extra, reporting
 from omnibal.feeds.sources import is_indexed
 from omnibal.integrations.lengths import LENGTHS, kept_lengths
-from omnibal.integrations.trainer.clock import WARM_UP, WATCHED, Clock, Measured, Timed
+from omnibal.integrations.trainer.clock import WARM_UP, WATCHED, Clock, MeasuredWay, Timed
 from omnibal.integrations.trainer.settings import model_of
 from omnibal.integrations.trainer.spread import GROUPED, spread_batches, spread_packs
 from omnibal.packs.collator import PackCollator
@@ -30,6 +30,7 @@ from omnibal.ranks import gather, rank_and_size
 Way = None | Literal["group_by_length"] | Mapping[str, Any] | Callable[[Trainer], Any]
 """None to train as a trainer does, a sampling strategy of transformers, options of ``balance``, or what is called with
 the trainer and may return the sampler of its packs."""
+Balance = Callable[..., PackSampler]
 FULL: Final = "out of memory"
 PLAIN: Final = MappingProxyType({"recompute": "as_is", "head": "all"})
 """Options of ``balance`` that leave its savings out."""
@@ -49,49 +50,26 @@ QUIET: Final = {
 """Settings of a trainer that saves, evaluates and reports nothing."""
 
 
-def compare(
+def compare_ways(
     make_trainer: Callable[[], Trainer],
-    steps: int = 20,
+    balance: Balance,
+    steps: int,
     *,
-    ways: Mapping[str, Way] = WAYS,
-    lengths: SampleLengths | None = None,
-    picture: str | Path | None = "omnibal_compare.png",
-) -> list[Measured]:
-    """Measure a few steps of each way to train on this machine, and print a table of them.
-
-    Call it on all ranks, in place of ``trainer.train()``; the launcher stays as it is. Each way gets a trainer of its
-    own, the same steps spread evenly over an epoch, and learning rates of 0: the optimizer works, and weights stay as
-    they are, also where ``make_trainer`` gives the same model again. Nothing is saved, evaluated or reported: a
-    trainer's output folder is a temporary one, and of transformers' callbacks only the one that counts steps stays.
-    Three steps come first and are not timed: in them all ranks train the fullest batches of the epoch, so that memory
-    that does not suffice is seen on all ranks alike.
-
-    Args:
-        make_trainer: Makes the trainer, before ``balance``; called once for each way.
-        steps: How many are timed.
-        ways: By name; values are options of ``balance``, ``"group_by_length"``, None for the trainer as it is, or a
-            function of the trainer. By default these two, packs without savings, with the usual ones, and with all.
-        lengths: Of every sample, as for ``balance``; by default those that ``balance`` kept in ``output_dir``, or each
-            sample is read once.
-        picture: Where a picture of the table is drawn; None for none.
-
-    Returns:
-        What was measured of each way, the same on all ranks; one that runs out of memory, or that ``balance`` refuses,
-        says so in ``failed``.
-
-    Raises:
-        InfeasibleError: A rank alone ran out of memory behind the first steps: the others wait for it, and all end.
-    """
+    ways: Mapping[str, Way],
+    lengths: SampleLengths | None,
+    picture: str | Path | None,
+) -> list[MeasuredWay]:
+    """What ``omnibal.integrations.transformers.compare`` documents, with its ``balance``."""
     from omnibal.report.compare import draw, show
 
     integer("steps", steps, 1)
-    found = list[Measured]()
+    found = list[MeasuredWay]()
     for name, way in ways.items():
         with TemporaryDirectory(prefix="omnibal_compare") as folder, _accelerate_afresh():
             trainer = make_trainer()
             if lengths is None and not found:
                 lengths = _lengths(trainer)
-            found.append(measure(trainer, name, way, steps, Path(folder), lengths=lengths))
+            found.append(measure(trainer, name, way, steps, Path(folder), balance=balance, lengths=lengths))
         del trainer
         if rank_and_size()[0] == 0:  # where the run ends before its table, this is what there is
             print(f"omnibal: {name}: {found[-1].failed or f'{found[-1].tokens_per_second:,.0f} tokens/s'}")
@@ -113,9 +91,10 @@ def measure(
     steps: int,
     folder: Path,
     *,
+    balance: Balance,
     lengths: SampleLengths | None,
     seconds: float = inf,
-) -> Measured:
+) -> MeasuredWay:
     """What one way does, on all ranks together.
 
     Args:
@@ -132,7 +111,7 @@ def measure(
     with _as_it_was(trainer):
         try:
             _quieten(trainer, folder)
-            sampler = begin(trainer, way, steps, lengths)
+            sampler = begin(trainer, way, steps, balance=balance, lengths=lengths)
             clock = Clock(trainer, steps, sampler, seconds)
             trainer.args.max_steps = clock.num_steps
             trainer.train()
@@ -156,8 +135,8 @@ def measure(
     answers: Sequence[tuple[str | None, Timed | None]] = gather((failed, own))
     reasons = [f"{reason}{f' (rank {rank})' * (num_ranks > 1)}" for rank, (reason, _) in enumerate(answers) if reason]
     if reasons:
-        return Measured(name, reasons[0])
-    return Measured.of(name, [each for _, each in answers if each], trainer.get_tp_size())
+        return MeasuredWay(name, reasons[0])
+    return MeasuredWay.of(name, [each for _, each in answers if each], trainer.get_tp_size())
 
 
 def is_full(error: BaseException) -> bool:
@@ -228,10 +207,8 @@ def _lengths(trainer: Any) -> SampleLengths | None:
     return None
 
 
-def begin(trainer: Any, way: Way, steps: int, lengths: SampleLengths | None) -> PackSampler | None:
+def begin(trainer: Any, way: Way, steps: int, *, balance: Balance, lengths: SampleLengths | None) -> PackSampler | None:
     """Let a trainer train in a way, from the fullest batches on; the sampler of its packs, if they are packs."""
-    from omnibal.integrations.transformers import balance
-
     if isinstance(way, Mapping):
         trainer.args.train_sampling_strategy = "random"  # packs take the place of any strategy
         sampler = balance(trainer, **{"lengths": lengths, **way})
