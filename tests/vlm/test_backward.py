@@ -19,6 +19,14 @@ PACK = make_pack([make_sample(1, tiles=(1,)), make_sample(2), make_sample(3, til
 TEXT_PACK = make_pack([make_sample(4), make_sample(5)])
 
 
+@pytest.fixture(autouse=True)
+def quick_collections():
+    """Let collections of garbage look at what a test makes alone, not at all that earlier ones have imported."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 class Meter(TorchDispatchMode):
     """Counts the bytes of everything that operators make and that is still alive."""
 
