@@ -306,7 +306,7 @@ def _filled(current: Estimate) -> TriedChange | None:
     recipe, scenario = current.recipe, current.scenario
     if recipe.recompute == "none" or recipe.batching != "even":
         return _recompute(current)
-    found = _best_packs(scenario, recipe, fills=True) or current.filled()
+    found = (_best_packs(scenario, recipe, fills=True) or current.filled()).filled(beside_limits=True)
     blocks = [layer.kind.endswith("_block") for layer in scenario.profile.layers]
     again = sum(level == "full" for level, is_block in zip(found.memory.levels, blocks, strict=True) if is_block)
     detail = f"{again} of {sum(blocks)} layers recompute"

@@ -203,11 +203,17 @@ class Estimate:
             recipe.offloaded, scenario.precision,
         )  # fmt: skip
 
-    def filled(self) -> "Estimate":
-        """With as few layers that recompute as fit beside the fullest micro-batch; as it is if all of them must."""
+    def filled(self, *, beside_limits: bool = False) -> "Estimate":
+        """With as few layers that recompute as fit beside the fullest micro-batch; as it is if all of them must.
+
+        Args:
+            beside_limits: Whether they fit beside the planner's fullest pack too, whose limits take long to find.
+        """
         profile, lengths = self.scenario.profile, self.scenario.lengths
-        planned = fullest_load(lengths, self.limits_for(lengths, holds_all=False))  # the planner's packs, and ours here
-        fullest = Load.stack([planned, *(batches.loads.max() for batches in self.batches)]).max()
+        fullest = Load.stack([batches.loads.max() for batches in self.batches]).max()
+        if beside_limits:
+            planned = fullest_load(lengths, self.limits_for(lengths, holds_all=False))
+            fullest = Load.stack([planned, fullest]).max()
         seconds = recompute_seconds(profile, self.batches[0].loads)
         blocks = (layer.kind.endswith("_block") for layer in profile.layers)  # transformers recomputes no others
         free = [is_block and reached for is_block, reached in zip(blocks, profile.reached, strict=True)]

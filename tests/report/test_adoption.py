@@ -76,7 +76,9 @@ def test_rearranged_samples_are_drawn_in_batches_of_todays_step(report):
 def test_the_lines_let_the_share_of_the_layers_recompute(report):
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    lines = pasted(report, candidate("zero", 1e6, recomputed=0.3))
+    by_balance = pasted(report, candidate("zero", 1e6, recomputed=0.3))
+    assert not any("recompute" in line for line in by_balance)
+    lines = pasted(report, candidate("rearranged", 1e6, recomputed=0.3), candidate("zero", 9e5))
     start = lines.index("paste, so that some layers recompute:")
     layers = [GradientCheckpointingLayer() for _ in range(20)]
 
