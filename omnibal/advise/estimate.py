@@ -9,9 +9,9 @@ import numpy as np
 
 from omnibal.advise.batches import GROUPED, Batches, Batching, Samples, even_packs, padded_batches, random_packs
 from omnibal.advise.memory import USUAL, RankMemory, TrainingPrecision
-from omnibal.advise.wait import Sharding, exposed_seconds, phase_costs, phase_seconds, wait
+from omnibal.advise.wait import Sharding, exposed_seconds, phase_costs, wait
 from omnibal.cluster import Cluster
-from omnibal.cost import FloatArray, Load
+from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, fullest_load, largest_load
 from omnibal.data.step_size import limits_of_step
@@ -158,6 +158,12 @@ class Estimate:
     batches: tuple[Batches, ...]
 
     @cached_property
+    def _costs(self) -> tuple[dict[str, CostModel], dict[str, CostModel]]:
+        """Seconds of each phase as it is, and without recomputation."""
+        profile = self.scenario.profile
+        return phase_costs(profile, recompute=self.recipe.recompute), phase_costs(profile)
+
+    @cached_property
     def spent(self) -> FloatArray:
         """Seconds of a device per sample that go to each of the scenario's causes, shape (draws, causes)."""
         return np.array([self._spent(batches) for batches in self.batches])
@@ -227,7 +233,7 @@ class Estimate:
         """Bytes of the fullest rank of any step, and of a rank on average."""
         ranks = [self.memory.peak_bytes(batches.loads).max(axis=2) for batches in self.batches]
         fullest, mean = max(float(peaks.max()) for peaks in ranks), float(np.mean([peaks.mean() for peaks in ranks]))
-        if self.recipe.batching == "even" and fullest > self._usable_bytes:
+        if self.recipe.batching == "even" and mean <= self._usable_bytes < fullest:
             # Even packs divide the samples of one step. The planner's are cut by limits, from samples of many steps.
             most = largest_load(self.scenario.lengths, self.limits_for(self.scenario.lengths, holds_all=True))
             fullest = min(fullest, float(self.memory.peak_bytes(most)))
@@ -252,12 +258,13 @@ class Estimate:
         return self.missing_bytes <= 0
 
     def _spent(self, batches: Batches) -> FloatArray:
-        profile, recipe, steps = self.scenario.profile, self.recipe, batches.loads.shape[0]
+        recipe, steps = self.recipe, batches.loads.shape[0]
         ranks = self.scenario.cluster.num_devices
         # What passes take as they are; without recomputation; and without padding, too.
         loads = batches.timed()
-        costs = phase_seconds(profile, loads, recompute=recipe.recompute)
-        plain, real = phase_seconds(profile, loads), phase_seconds(profile, batches.real)
+        again, once_through = self._costs
+        costs = {phase: cost(loads) for phase, cost in again.items()}
+        plain, real = ({phase: cost(each) for phase, cost in once_through.items()} for each in (loads, batches.real))
         run, once, useful = (float(sum(seconds.sum() for seconds in each.values())) for each in (costs, plain, real))
         waits = {phase: seconds.sum() for phase, seconds in wait(costs, recipe.sharding).items()}
         waited = float(sum(waits.values()))
