@@ -221,7 +221,7 @@ class RankMemory:
         """The levels of least recomputation under which a micro-batch fits the budget; None if none do.
 
         Args:
-            load: Of one micro-batch, the largest there will be.
+            load: What the largest micro-batch of the run holds.
             seconds: What each level adds to a layer's backward pass, shape (layers, levels).
             given: The level that a layer keeps, or None for one that is free: it recomputes nothing or everything.
         """

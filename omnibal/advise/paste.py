@@ -274,11 +274,10 @@ def rearranging_lines(advice: Advice, present: Present, found: WeighedLayout) ->
 
 def recompute_lines(present: Present, found: WeighedLayout) -> list[str]:
     """What lets a share of the layers recompute, where a layout does and ``balance`` does not see to it."""
-    if not 0 < found.recomputed < 1:
+    is_trainer = (present.host or "transformers") == "transformers"
+    if not 0 < found.recomputed < 1 or (is_trainer and found.kind != "rearranged"):
         return []
-    if (present.host or "transformers") == "transformers" and found.kind != "rearranged":
-        return []
-    if (present.host or "transformers") != "transformers":
+    if not is_trainer:
         return [f"{found.recomputed:.0%} of the layers recompute: docs/layouts.md says how to take layers out"]
     lines = RECOMPUTE_SOME.format(share=found.recomputed).splitlines()
     return ["paste, so that some layers recompute:", *(f"    {line}" for line in lines)]

@@ -44,9 +44,7 @@ SOUND_PHASES: Final = ("sound forward", "sound backward")
 """Further phases of a model that hears, first and last."""
 
 
-def phase_seconds(
-    profile: ModelProfile, loads: Load, *, recompute: Level | tuple[Level, ...] = "none"
-) -> dict[str, FloatArray]:
+def phase_seconds(profile: ModelProfile, loads: Load, *, recompute: Level = "none") -> dict[str, FloatArray]:
     """Seconds that micro-batches of any shape take in each phase, without any wait."""
     return {phase: cost(loads) for phase, cost in phase_costs(profile, recompute=recompute).items()}
 

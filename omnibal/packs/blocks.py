@@ -43,7 +43,7 @@ def compile_blocks(model: nn.Module, *, backend: Any = "inductor") -> CompiledBl
         backend: What ``torch.compile`` takes.
 
     Raises:
-        ConfigError: There is nothing to compile.
+        ConfigError: The model has no block that can be compiled.
     """
     found = CompiledBlocks([], [])
     forwards: dict[type, Callable[..., Any]] = {}

@@ -37,10 +37,10 @@ class Heads(NamedTuple):
     width: int
 
 
-def use_newest(device: torch.device, heads: Iterable[Heads]) -> str:
-    """Activate the newest flash-attention that computes on this device what torch's own does; say which one runs.
+def use_newer(device: torch.device, heads: Iterable[Heads]) -> str:
+    """Activate flash-attention 3, else 4, if it computes on this device what torch's own does; say which one runs.
 
-    A kernel that a user has activated stays. One that fails, or gives other numbers, is not used.
+    A kernel that a user has activated stays. One that fails, or gives other numbers, is not used, and named.
     """
     current: str | None = getattr(attention, "current_flash_attention_impl", lambda: None)()
     if current is not None:
@@ -48,7 +48,7 @@ def use_newest(device: torch.device, heads: Iterable[Heads]) -> str:
     known: list[str] = getattr(attention, "list_flash_attention_impls", list)()
     if device.type != "cuda" or not known:
         return OWN
-    major, heads = torch.cuda.get_device_capability(device)[0], [*heads]
+    major, heads, left_out = torch.cuda.get_device_capability(device)[0], [*heads], ""
     for name, module, majors in MODULES:
         if name not in known or major not in majors or not _is_installed(module):
             continue
@@ -58,10 +58,10 @@ def use_newest(device: torch.device, heads: Iterable[Heads]) -> str:
             assert_close([_computed(each, device) for each in heads], expected, rtol=TOLERANCE, atol=TOLERANCE)
         except Exception as error:  # kernels of others: whatever they raise, torch's own is there
             attention.restore_flash_attention_impl(_raise_warn=False)
-            print(f"omnibal: {NEWER[name]} is left out: {said(error)}")
+            left_out += f" ({NEWER[name]} is left out: {said(error)})"
         else:
-            return NEWER[name]
-    return OWN
+            return NEWER[name] + left_out
+    return OWN + left_out
 
 
 def _is_installed(module: str) -> bool:

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Any
 
-from omnibal.integrations.trainer.compare import FULL, is_full
+from omnibal.integrations.trainer.memory import FULL, is_full
 from tools.gpu.report import FAILED, Row
 
 START_SECONDS = 90  # imports, and a device that begins to answer

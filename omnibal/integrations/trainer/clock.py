@@ -94,12 +94,12 @@ class MeasuredWay:
 
     @property
     def samples_per_second(self) -> float:
-        """Of all ranks."""
+        """Samples that all ranks together train in a second."""
         return self.samples / self.seconds if self.seconds else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks, without padding."""
+        """Tokens that all ranks together train in a second; padding is not counted."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property

@@ -21,6 +21,7 @@ from omnibal.errors import InfeasibleError, OmnibalError, integer, missing_extra
 from omnibal.feeds.sources import is_indexed
 from omnibal.integrations.lengths import LENGTHS, kept_lengths
 from omnibal.integrations.trainer.clock import WARM_UP, WATCHED, Clock, MeasuredWay, Timed
+from omnibal.integrations.trainer.memory import FULL, is_full
 from omnibal.integrations.trainer.settings import model_of
 from omnibal.integrations.trainer.spread import GROUPED, spread_batches, spread_packs
 from omnibal.packs.collator import PackCollator
@@ -31,7 +32,7 @@ Way = None | Literal["group_by_length"] | Mapping[str, Any] | Callable[[Trainer]
 """None to train as a trainer does, a sampling strategy of transformers, options of ``balance``, or what is called with
 the trainer and may return the sampler of its packs."""
 Balance = Callable[..., PackSampler]
-FULL: Final = "out of memory"
+"""``balance`` itself, whose module imports this one."""
 PLAIN: Final = MappingProxyType({"recompute": "as_is", "head": "all"})
 """Options of ``balance`` that leave its savings out."""
 WAYS: Final[Mapping[str, Way]] = MappingProxyType(
@@ -99,9 +100,9 @@ def measure(
 
     Args:
         trainer: A new one; it cannot train afterwards.
-        name: Of the way.
+        name: What the way is called.
         way: What is done to the trainer.
-        steps: How many are timed.
+        steps: How many steps are timed.
         folder: Takes the place of the trainer's output folder.
         lengths: Of every sample; None where they are not known, and the first steps stand for all.
         seconds: After which fewer steps suffice; of one rank.
@@ -137,14 +138,6 @@ def measure(
     if reasons:
         return MeasuredWay(name, reasons[0])
     return MeasuredWay.of(name, [each for _, each in answers if each], trainer.get_tp_size())
-
-
-def is_full(error: BaseException) -> bool:
-    """Whether memory did not suffice; libraries of CUDA tell so in errors of their own."""
-    text = f"{type(error).__name__}: {error}"
-    return isinstance(error, torch.OutOfMemoryError) or any(
-        each in text for each in (FULL, "OutOfMemoryError", "CUBLAS_STATUS_ALLOC_FAILED")
-    )
 
 
 def _said(error: Exception) -> str:

@@ -8,7 +8,7 @@ from omnibal.errors import ConfigError, reporting
 from omnibal.integrations.trainer.settings import model_of, sharding_of
 from omnibal.packs.blocks import CompiledBlocks, compile_blocks
 from omnibal.vlm.attention import PACKED_ATTENTION
-from omnibal.vlm.flash import OWN, heads_of, use_newest
+from omnibal.vlm.flash import OWN, heads_of, use_newer
 
 HALF: Final = ("bf16", "fp16")
 
@@ -41,7 +41,7 @@ class ChoosesKernels(TrainerCallback):  # type: ignore[misc]
         self._flash, config = OWN, model_of(trainer).config
         with reporting("the choice of kernels"):
             if not _drops_weights(config):  # newer kernels refuse to, also in an encoder's attention
-                self._flash = use_newest(trainer.args.device, heads_of(config))
+                self._flash = use_newer(trainer.args.device, heads_of(config))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Compile, and say what is used."""

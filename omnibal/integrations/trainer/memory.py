@@ -12,6 +12,7 @@ from omnibal.profile.records import ELEMENT_BYTES, ModelProfile
 from omnibal.ranks import gather
 
 GIB: Final = 2**30
+FULL: Final = "out of memory"
 REDUCED_AT_ONCE: Final = 500_000_000  # DeepSpeed's default of reduce_bucket_size
 MARGIN_SHARE: Final = 0.06
 MARGIN_BYTES: Final = 2 * GIB
@@ -129,3 +130,11 @@ def device_gib(device: torch.device) -> float | None:
         return None
     least = min(totals)
     return (least - max(MARGIN_SHARE * least, MARGIN_BYTES)) / GIB
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether memory did not suffice; libraries of CUDA tell so in errors of their own."""
+    text = f"{type(error).__name__}: {error}"
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        each in text for each in (FULL, "OutOfMemoryError", "CUBLAS_STATUS_ALLOC_FAILED")
+    )

@@ -23,7 +23,7 @@ from omnibal.data.packs import Packs
 from omnibal.data.step_size import StepSize
 from omnibal.errors import ConfigError, InfeasibleError, reporting
 from omnibal.integrations.trainer.hooks import PacksCallback
-from omnibal.integrations.trainer.memory import GIB
+from omnibal.integrations.trainer.memory import GIB, is_full
 from omnibal.integrations.trainer.settings import TrainerSettings, data_rank_of, model_of, wraps_layers
 from omnibal.integrations.trainer.steps import module_of
 from omnibal.memory.recompute import recompute_seconds
@@ -274,8 +274,9 @@ class FillsMemory(TrainerCallback):  # type: ignore[misc]
         def explained(*args: Any, **options: Any) -> Any:
             try:
                 return train(*args, **options)
-            except torch.OutOfMemoryError as error:
-                error.add_note(REMEDY)  # below the traceback
+            except Exception as error:
+                if is_full(error):
+                    error.add_note(REMEDY)  # below the traceback
                 raise
 
         vars(trainer)["train"] = explained
