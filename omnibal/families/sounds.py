@@ -14,7 +14,6 @@ from omnibal.families.base import (
     Config,
     Family,
     ImageLoad,
-    ImageRule,
     LayerRecord,
     Size,
     SoundHeader,
@@ -65,10 +64,6 @@ def _sound_load(fills_window: bool, rate: int, hop: int, seconds: int, header: S
     if tokens < LEAST_TOKENS:
         raise ValueError(f"sound must last at least {7 * hop / rate:.2f} s, got {samples / rate:.3f} s")
     return SoundLoad(1, 0, tokens) if fills_window else SoundLoad(0, positions, tokens)
-
-
-def _no_images(config: Config, preprocessor: Config) -> ImageRule:
-    return _refuse_images
 
 
 def _refuse_images(sizes: Sequence[Size]) -> tuple[ImageLoad, ...]:
@@ -127,7 +122,7 @@ def _omni_records(config: Config) -> tuple[LayerRecord, ...]:
 
 AUDIO = Family(
     model_types=("qwen2_audio",),
-    image_rule=_no_images,
+    image_rule=lambda config, preprocessor: _refuse_images,
     layer_records=_audio_records,
     sound_rule=sound_rule,
     sees=False,

@@ -60,10 +60,9 @@ LANGUAGE_ON_DISK = {
 def internvl_records(config: Config) -> tuple[LayerRecord, ...]:
     """The pipeline layers of an InternVL model, first to last; the same under every partition.
 
-    Sizes are: ``hidden`` (width of the layer's output),
-    ``intermediate``, ``heads``, ``kv_heads``, ``head_dim``, ``vocab``; of a block ``rms_norms`` and ``qk_norms`` (how
-    many it has, the latter of queries and keys); ``patches_per_tile``
-    and ``tokens_per_tile`` (patches and CLS) of the ViT; ``shuffled`` (width into the projector),
+    Sizes are: ``hidden`` (width of the layer's output), ``intermediate``, ``heads``, ``kv_heads``, ``head_dim``,
+    ``vocab``; of a block ``rms_norms`` and ``qk_norms`` (how many it has, the latter of queries and keys);
+    ``patches_per_tile`` and ``tokens_per_tile`` (patches and CLS) of the ViT; ``shuffled`` (width into the projector),
     ``image_tokens_per_tile`` (what a tile brings to the language model); ``parameters``.
     """
     layer, strategy = config.get("vision_feature_layer", -1), config.get("vision_feature_select_strategy", "default")
@@ -83,10 +82,15 @@ def _vision_records(config: Config, vision: Config, text_hidden: int) -> list[La
     hidden, shuffle = size(vision, "hidden_size"), _shuffle(config)
     rows, columns = _patch_grid(vision, shuffle)
     counts = {"patches_per_tile": rows * columns, "tokens_per_tile": rows * columns + 1}
-    shuffled = hidden * shuffle**2
-    block = _block_sizes(vision, hidden) | counts
-    blocks = [block] * size(vision, "num_hidden_layers")
-    embedding = _embedding_sizes(vision, hidden, counts) | counts
+    shuffled, block = hidden * shuffle**2, _block_sizes(vision, hidden) | counts
+    patch_height, patch_width = size_pair(vision, "patch_size")
+    values = patch_height * patch_width * size(vision, "num_channels", default=3)
+    embedding = {
+        "hidden": hidden,
+        "values_per_patch": values,
+        "parameters": (values + 2 + counts["tokens_per_tile"]) * hidden,  # a bias, the class token, and positions
+        **counts,
+    }
     projector = counts | {
         "shuffled": shuffled,
         "hidden": text_hidden,
@@ -95,7 +99,7 @@ def _vision_records(config: Config, vision: Config, text_hidden: int) -> list[La
     }
     return [
         LayerRecord("patch_embedding", "patch_embedding", embedding, module="vision"),
-        *numbered("vision_block", "vision", blocks),
+        *numbered("vision_block", "vision", [block] * size(vision, "num_hidden_layers")),
         LayerRecord("projector", "projector", projector, module="projector"),
     ]
 
@@ -119,25 +123,13 @@ def _patch_grid(vision: Config, shuffle: int) -> tuple[int, int]:
     return rows, columns
 
 
-def _embedding_sizes(vision: Config, hidden: int, counts: Mapping[str, int]) -> dict[str, int]:
-    patch_height, patch_width = size_pair(vision, "patch_size")
-    values = patch_height * patch_width * size(vision, "num_channels", default=3)
-    # a bias, the class token, and a position of each token
-    return {
-        "hidden": hidden,
-        "values_per_patch": values,
-        "parameters": (values + 2 + counts["tokens_per_tile"]) * hidden,
-    }
-
-
 def _block_sizes(vision: Config, hidden: int) -> dict[str, int]:
     heads, intermediate = size(vision, "num_attention_heads"), size(vision, "intermediate_size")
     has_rms_norms = vision.get("norm_type", "layer_norm") == "rms_norm"
     qk_norms = 2 if vision.get("use_qk_norm", False) else 0
     norm = hidden if has_rms_norms else 2 * hidden
     biases = hidden * (4 if vision.get("attention_bias", False) else 1)
-    scales = 2 * hidden
-    mlp = 2 * hidden * intermediate + intermediate + hidden
+    mlp, scales = 2 * hidden * intermediate + intermediate + hidden, 2 * hidden
     return {
         "hidden": hidden,
         "intermediate": intermediate,

@@ -53,8 +53,8 @@ def prepare(
     saves: bool,
     num_workers: int,
     **options: Any,
-) -> tuple[PackSampler, Any, StepSize]:
-    """The sampler of a dataset's packs, their collator, and limits and micro-batches; all ranks together.
+) -> tuple[PackSampler, Any]:
+    """The sampler of a dataset's packs, and their collator; all ranks together.
 
     Args:
         collator_of: Makes the collator, which holds samples to lengths if it is given some.
@@ -92,7 +92,7 @@ def prepare(
     sampler.verify(gather)
     if check_lengths and not is_compared:
         refuse_other_lengths(collator, dataset, lengths)
-    return sampler, collator_of(lengths=lengths, absorb=not check_lengths), size
+    return sampler, collator_of(lengths=lengths, absorb=not check_lengths)
 
 
 def measured(collator: Any, dataset: Any, num_workers: int = 0) -> SampleLengths:

@@ -23,6 +23,7 @@ from omnibal.data.step_size import StepSize, fit_step
 from omnibal.errors import ConfigError, end_in_one_line, reporting
 from omnibal.formats.collate import IGNORED
 from omnibal.integrations.lengths import LENGTHS, prepare, samples_to_check
+from omnibal.integrations.trainer.memory import gpu_name
 from omnibal.integrations.trainer.settings import (
     asked_steps,
     data_seed,
@@ -31,7 +32,7 @@ from omnibal.integrations.trainer.settings import (
     set_micro_batches,
     sharding_of,
 )
-from omnibal.integrations.trainer.steps import AskedSteps, counted_profile, describe
+from omnibal.integrations.trainer.steps import counted_profile, describe
 from omnibal.packs.apart import refuse_long_rows
 from omnibal.packs.collator import FAMILIES, Collator, PackCollator, SampleCollator
 from omnibal.packs.loading import PackedView, PackItems, PackSampler
@@ -199,7 +200,7 @@ def balanced_loader(
             raise ConfigError("lengths must have target_tokens for an exact loss, got none")
         return size
 
-    sampler, collator, _ = prepare(
+    sampler, collator = prepare(
         dataset,
         partial(ItemCollator, collate, measure) if model is None else partial(PackCollator.of, model, collate),
         lengths,
@@ -255,12 +256,10 @@ def replace_loader(
     args, mixture, num_ranks = trainer.args, options.get("mixture"), _ranks_of(options.get("mesh"))[1]
     refuse_values(args, of_loader=True)
     asked = asked_steps(trainer, num_ranks, samples_per_step, limits)
-    size = StepSize(limits, asked.micro_batches)
 
     def size_of(lengths: SampleLengths) -> StepSize:
-        nonlocal size
         limits.refuse_none(lengths)
-        size = fit_step(
+        return fit_step(
             typical_lengths(lengths, None if mixture is None else Mixture.of(mixture)),
             asked.samples_per_step,
             batch_size=asked.batch_size,
@@ -268,29 +267,23 @@ def replace_loader(
             most=limits,
             padded=options.get("padded", False),
         )
-        return size
 
     own = {"num_workers": args.dataloader_num_workers, "pin_memory": args.dataloader_pin_memory}
     own |= {"lengths": Path(args.output_dir) / LENGTHS, "seed": data_seed(trainer), "weigh_tokens": exact_loss}
     loader = balanced_loader(trainer.train_dataset, trainer.data_collator, size_of, **own | options)
+    sampler = loader.pack_sampler
     if rank_and_size()[0] == 0:
         with reporting("the line about packs"):
-            print(_described(trainer, loader.pack_sampler, size.limits, asked))
-        print(_told_loss(trainer, num_ranks * size.micro_batches, exact_loss=exact_loss))
-    set_micro_batches(trainer, size.micro_batches)
+            counted = counted_profile(trainer.accelerator.unwrap_model(trainer.model), gpu_name(args.device))
+            costs = None if counted is None else phase_costs(counted, recompute=recompute_of(trainer))
+            device = None if counted is None else counted.device
+            print(describe(sampler, costs, sharding_of(trainer), asked, device=device))
+        print(_told_loss(trainer, num_ranks * sampler.micro_batches, exact_loss=exact_loss))
+    set_micro_batches(trainer, sampler.micro_batches)
     if exact_loss:
         _take_pack_loss(trainer)
     trainer.get_train_dataloader = lambda *_, **__: loader
     return loader
-
-
-def _described(trainer: Any, sampler: PackSampler, limits: PackLimits, steps: AskedSteps) -> str:
-    device = trainer.args.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    counted = counted_profile(trainer.accelerator.unwrap_model(trainer.model), name)
-    costs = None if counted is None else phase_costs(counted, recompute=recompute_of(trainer))
-    found = None if counted is None else counted.device
-    return describe(sampler, limits, costs, sharding_of(trainer), steps, device=found)
 
 
 def _told_loss(trainer: Any, packs: int, *, exact_loss: bool) -> str:

@@ -3,19 +3,14 @@
 ``compare`` measures what that brings.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Final, cast, get_args
+from typing import Any, cast
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn import functional
 from transformers import Trainer
 
 from omnibal.advise.memory import RankMemory
@@ -26,7 +21,6 @@ from omnibal.data.packing_spec import Mixture, Oversized
 from omnibal.data.source_draws import typical_lengths
 from omnibal.data.step_size import StepSize, fit_step
 from omnibal.errors import ConfigError, InfeasibleError, end_in_one_line, reporting
-from omnibal.formats.collate import IGNORED
 from omnibal.integrations.lengths import LENGTHS, prepare, samples_to_check
 from omnibal.integrations.loops import PackLoader
 from omnibal.integrations.trainer.calibration import CalibratesCosts, measured_before
@@ -42,12 +36,13 @@ from omnibal.integrations.trainer.hooks import (
     worker_options,
 )
 from omnibal.integrations.trainer.kernels import ChoosesKernels, refuse_compiling
+from omnibal.integrations.trainer.loss import StepLoss
+from omnibal.integrations.trainer.memory import gpu_name
 from omnibal.integrations.trainer.recompute import FillsMemory, LayerChoice, Recompute, may_fill
 from omnibal.integrations.trainer.settings import (
     Head,
     TrainerSettings,
     asked_steps,
-    keeps_sft_loss,
     model_of,
     refuse_settings,
     set_micro_batches,
@@ -61,29 +56,16 @@ from omnibal.packs.collator import (
     PaddedCollator,
     arguments_of,
     language_of,
-    vary_lengths,
     without_adapters,
 )
 from omnibal.packs.encoders import encode_in_every_evaluation
 from omnibal.packs.loading import PackedView, PackSampler
-from omnibal.packs.losses import (
-    POWERS,
-    Reduction,
-    cross_entropy,
-    head_on_targets,
-    routed_tokens,
-    router_loss,
-    token_weights,
-)
+from omnibal.packs.losses import Reduction
 from omnibal.profile.records import ModelProfile
 from omnibal.ranks import gather
 from omnibal.ranks.failures import watch
 
 __all__ = ["balance", "balance_stream", "compare", "rearrange"]
-ROUTED: Final = ("qwen3_vl_moe",)
-"""Model types whose router's loss is known to be ``router_loss``."""
-LEAST: Final = 1e-8
-"""Divisor of a step without any target, whose loss is then 0 rather than not a number."""
 
 
 def balance(
@@ -180,7 +162,7 @@ def balance(
     # Lengths: given, kept, or measured now. Sampler: the same packs on all ranks, each of which takes its own.
     collate = trainer.data_collator
     padding = partial(PaddedCollator, collate, arguments=arguments_of(model))
-    sampler, collator, size = prepare(
+    sampler, collator = prepare(
         dataset,
         padding if padded else partial(PackCollator.of, model, collate),
         Path(str(args.output_dir)) / LENGTHS if lengths is None else lengths,
@@ -196,9 +178,9 @@ def balance(
         image_in_every_pack=settings.all_gradients,
     )
     # Loader, and what is logged, checked and kept in checkpoints.
-    set_micro_batches(trainer, size.micro_batches)
+    set_micro_batches(trainer, sampler.micro_batches)
     vars(trainer)["get_train_dataloader"] = partial(_loader, trainer, dataset, sampler, collator)
-    held = None if layers is None else layers.chosen(sampler.lengths, size.limits)
+    held = None if layers is None else layers.chosen(sampler.lengths, sampler.limits)
     levels = settings.recompute if layers is None else layers.levels(held)
     costs, layout = None if profile is None else phase_costs(profile, recompute=levels), settings.sharding
     check = partial(_check, trainer, dataset, sampler, collator)
@@ -207,7 +189,7 @@ def balance(
     if not padded:
         trainer.add_callback(ChoosesKernels(trainer, compiles=compile, all_rows=why_all_rows(trainer, head)))
     if layers is not None:
-        fills = FillsMemory(trainer, layers, held, sampler.lengths, size.limits, packs)
+        fills = FillsMemory(trainer, layers, held, packs)
         trainer.add_callback(fills)
         notes.append(fills.told)
     # Loss: of all target tokens of a step.
@@ -216,10 +198,10 @@ def balance(
     if trainer.is_world_process_zero():
         device = None if counted is None else counted.device
         with reporting("the line about packs"):
-            told = describe(sampler, size.limits, costs, layout, asked, device=device, is_measured=before is not None)
+            told = describe(sampler, costs, layout, asked, device=device, is_measured=before is not None)
             print("\n         ".join([told, *notes]))
     if counted is not None and language_of(model) is not None and not trainer.args.torch_compile:
-        promise = partial(expected_gains, sampler, size.limits, layout=layout, asked_steps=asked)
+        promise = partial(expected_gains, sampler, layout=layout, asked_steps=asked)
         source = "counting" if before is None else "by an earlier run"
         trainer.add_callback(CalibratesCosts(trainer, counted, packs, promise, source))
     return sampler
@@ -380,11 +362,9 @@ def _step_size(
 
 
 def _profile(trainer: Trainer) -> ModelProfile | None:
-    device = trainer.args.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     found: ModelProfile | None = None
     with reporting("counting of costs"):
-        found = counted_profile(model_of(trainer), name)
+        found = counted_profile(model_of(trainer), gpu_name(trainer.args.device))
     return found if all(gather(found is not None)) else None  # ranks with costs meet later
 
 
@@ -411,103 +391,3 @@ def _check(trainer: Trainer, dataset: Any, sampler: PackSampler, collator: Any) 
         is_known = model_of(trainer).config.model_type in FAMILIES
         items = [dataset[sample] for sample in samples_to_check(sampler.lengths, is_known=is_known)]
         check_model(trainer, collator, items)
-
-
-class StepLoss:
-    """The loss of a transformers.Trainer's step: Σ weight · loss / Σ weight over target tokens of all ranks and packs.
-
-    A router's loss is that of each pack, times the pack's share of the step's tokens that count. It is not taken over
-    the whole step: the first backward pass would wait for the last forward pass.
-    """
-
-    def __init__(self, trainer: Any, reduction: Reduction, head: Head = "targets") -> None:
-        if reduction not in POWERS:
-            raise ConfigError(f"loss_reduction must be one of {', '.join(POWERS)}, got {reduction!r}")
-        if head not in get_args(Head):
-            raise ConfigError(f"head must be one of {', '.join(get_args(Head))}, got {head!r}")
-        config = model_of(trainer).config
-        text = config.get_text_config()
-        self.routes = bool(getattr(text, "output_router_logits", False))
-        self._keeps_loss = keeps_sft_loss(trainer)
-        if self._keeps_loss and (self.routes or reduction != "token"):
-            name, found = ("loss_reduction", reduction) if reduction != "token" else ("output_router_logits", True)
-            expected = "'token'" if reduction != "token" else "False (router_aux_loss_coef=0)"
-            raise ConfigError(f"{name} must be {expected} for an SFTTrainer, which keeps its own loss, got {found!r}")
-        if self.routes:
-            if config.model_type not in ROUTED:
-                raise ConfigError(
-                    f"output_router_logits must be False for a model_type other than {', '.join(ROUTED)}, got True for "
-                    f"{config.model_type!r}; nobody has shown that its router's loss is the one of Switch Transformers"
-                )
-            self._top_k, self._factor = text.num_experts_per_tok, text.router_aux_loss_coef
-        self._trainer, self._reduction, self._rows = trainer, reduction, head
-        self._draw, self._compute = trainer.get_batch_samples, trainer.compute_loss
-        # Filled by draw, a tensor for each micro-batch of the step, and emptied by the loss in the same order.
-        self._weights, self._routed = deque[Tensor](), deque[Tensor]()
-        self._routed_of_step = torch.zeros(())
-        self._tokens = 0  # of all steps that were drawn, on all ranks
-        self._head: Any = None  # of the micro-batch that is computed, where it works on target rows alone
-
-    def install(self) -> None:
-        vars(self._trainer).update(get_batch_samples=self.draw, compute_loss=self.compute)
-        if self._keeps_loss:
-            self._trainer.loss_is_scaled_for_ga = True  # by the target tokens of the step
-        else:
-            self._trainer.compute_loss_func = self
-
-    def compute(self, model: Any, inputs: dict[str, Any], *others: Any, **options: Any) -> Any:
-        """In the place of ``compute_loss``: in training the model's head works on target rows alone, if it can."""
-        if self._trainer.args.torch_compile:
-            vary_lengths(inputs)
-        if self._keeps_loss:
-            loss = self._compute(model, inputs, *others, **options)
-            if self._trains():  # SFTTrainer counts a token once where its positions have several rows
-                self._trainer._total_train_tokens = self._tokens
-                self._trainer._metrics["train"]["num_tokens"] = [self._tokens]
-            return loss
-        if not self._trains():
-            self._trainer.compute_loss_func = None  # evaluation is Trainer's own, with the model's own loss
-            try:
-                return self._compute(model, inputs, *others, **options)
-            finally:
-                self._trainer.compute_loss_func = self
-        if why_all_rows(self._trainer, self._rows) is not None:
-            return self._compute(model, inputs, *others, **options)
-        base = without_adapters(model_of(self._trainer))
-        weights = None if self._reduction == "token" else functional.pad(self._weights[0], (0, 1))
-        targets = functional.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED), weights
-        # Outside of the block the model is what it was: to be copied, saved, evaluated or given to another trainer.
-        with head_on_targets(base, targets) as self._head:
-            return self._compute(model, inputs, *others, **options)
-
-    def _trains(self) -> bool:
-        # Trainer may evaluate within a step, or end before all micro-batches that were drawn are computed.
-        return bool(self._weights) and torch.is_grad_enabled()
-
-    def draw(self, iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
-        """In the place of ``get_batch_samples``: a step's micro-batches, and Σ weight of all ranks as their tokens."""
-        batches, _ = self._draw(iterator, num_batches, device)
-        self._weights = deque(token_weights(batch, self._reduction)[:, 1:].to(device) for batch in batches)
-        self._routed = deque(routed_tokens(batch).flatten().to(device) for batch in batches if self.routes)
-        tokens = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum() for batch in batches]
-        totals = torch.zeros(3, device=device)
-        for step in zip_longest(self._weights, self._routed, tokens, fillvalue=totals.new_zeros(())):
-            totals += torch.stack([of_batch.sum().to(device) for of_batch in step])
-        if self._trainer.args.world_size > 1:
-            totals = self._trainer.accelerator.gather(totals[None]).sum(0) / self._trainer.get_tp_size()
-        total, self._routed_of_step, tokens_of_step = totals
-        self._tokens += int(tokens_of_step)
-        return batches, total
-
-    def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        """In the place of ``compute_loss_func``, in training."""
-        weights, head = self._weights.popleft()[labels[:, 1:] != IGNORED], self._head
-        sums = head is not None and head.is_used
-        losses = outputs["logits"] if sums else cross_entropy(outputs, labels) * weights
-        loss: Tensor = losses.sum() / num_items_in_batch.clamp(min=LEAST)
-        if self.routes:
-            counted = self._routed.popleft()
-            if counted.any():
-                share = counted.sum() / self._routed_of_step
-                loss = loss + self._factor * share * router_loss(outputs["router_logits"], counted, self._top_k)
-        return loss

@@ -120,7 +120,7 @@ class PaddedSampler(PackSampler):
                 f"limits of padded batches must have no sound_units, got {limits.sound_units}; LLM tokens bound them"
             )
         super().__init__(lengths, planned_with(limits), **options)
-        self._most = limits
+        self.limits = limits
         self._dealt: tuple[Packs, Packs] | None = None  # a step as planned and as dealt, which is asked for repeatedly
 
     def packs_of_step(self, step: int) -> Packs:
@@ -131,7 +131,7 @@ class PaddedSampler(PackSampler):
         return self._dealt[1]
 
     def _deal(self, samples: IntArray) -> Packs:
-        dealt = deal_padded(samples, self.lengths, self._most, self.num_replicas * self.micro_batches)
+        dealt = deal_padded(samples, self.lengths, self.limits, self.num_replicas * self.micro_batches)
         # Rows of the grid are micro-batches, which ranks run at the same time: each row gets batches with about as many
         # images. Every second row is turned round, so that over the step no rank gets more images than others.
         by_vision = np.argsort(-dealt.vision_units(self.lengths), kind="stable")

@@ -132,12 +132,12 @@ class Answerer:
             prompt, pixels = self._prompt(question, tuple(images))
         except ValueError as error:
             raise DataError(str(error)) from error
-        device = self._model.device
+        device, dtype = self._model.device, self._model.dtype
         answered = self._model.generate(
             input_ids=prompt.to(device),
             attention_mask=torch.ones_like(prompt, device=device),
             max_new_tokens=max_new_tokens,
-            **{name: _as_model_takes(value, self._model) for name, value in pixels.items()},
+            **{name: value.to(device, dtype if value.is_floating_point() else None) for name, value in pixels.items()},
             do_sample=False,
         )
         return str(self._format.tokenizer.decode(answered[0, prompt.shape[1] :], skip_special_tokens=True)).strip()
@@ -153,10 +153,6 @@ class Answerer:
         if "image_grid_thw" in pixels:  # without these, positions would be those of a text
             pixels["mm_token_type_ids"] = (prompt == self._format.image_token_id).long()
         return prompt, pixels
-
-
-def _as_model_takes(value: Tensor, model: Any) -> Tensor:
-    return value.to(model.device, model.dtype) if value.is_floating_point() else value.to(model.device)
 
 
 def _whole(model_class: Any, folder: Path) -> Any:

@@ -55,5 +55,5 @@ def test_what_balance_prints(page, model, lengths, batch):
     profile = analytic_profile(Model.known(model).records, Device.named("A100-80GB"))
     steps = AskedSteps(asked, batch, ACCUMULATION, 1, on_targets=True)
     costs = phase_costs(profile, recompute="full")
-    printed = describe(sampler, size.limits, costs, "zero3", steps, device="A100-80GB")
+    printed = describe(sampler, costs, "zero3", steps, device="A100-80GB")
     assert printed.split() == sample_of(page, "omnibal: 20000 samples").split()

@@ -32,6 +32,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.loops import balanced_loader, replace_loader
+from omnibal.integrations.trainer.loss import StepLoss
 from omnibal.integrations.trainer.settings import (
     RULES,
     TrainerSettings,
@@ -41,7 +42,7 @@ from omnibal.integrations.trainer.settings import (
     why_all_rows,
 )
 from omnibal.integrations.trainer.steps import counted_profile
-from omnibal.integrations.transformers import StepLoss, balance, rearrange
+from omnibal.integrations.transformers import balance, rearrange
 from omnibal.packs.losses import loss_per_target
 from omnibal.processes import ENDS
 from tests.engine.launch import launch

@@ -47,17 +47,15 @@ def test_a_step_lasts_as_long_as_its_slowest_rank_between_meetings():
 
 def test_gains_of_packing_and_of_balance_multiply():
     limits = PackLimits(9, 4096)
-    packed = expected_gains(PackSampler(LENGTHS, limits, rank=0, **RANKS), limits, COSTS, "ddp", BATCHES)
+    packed = expected_gains(PackSampler(LENGTHS, limits, rank=0, **RANKS), COSTS, "ddp", BATCHES)
     assert packed.packing > 1.2
     assert packed.balance > 1.05
     assert packed.grouped > 1.02
-    padded = expected_gains(PaddedSampler(LENGTHS, limits, rank=0, **RANKS), limits, COSTS, "ddp", BATCHES)
+    padded = expected_gains(PaddedSampler(LENGTHS, limits, rank=0, **RANKS), COSTS, "ddp", BATCHES)
     assert padded.packing is None
     assert 1.2 < padded.balance < packed.packing * packed.balance
     even = SampleLengths([1] * 400, [100] * 400)
-    nothing = expected_gains(
-        PackSampler(even, PackLimits(4, 400), rank=0, **RANKS), PackLimits(4, 400), COSTS, "ddp", BATCHES
-    )
+    nothing = expected_gains(PackSampler(even, PackLimits(4, 400), rank=0, **RANKS), COSTS, "ddp", BATCHES)
     assert str(nothing) == "no gain here: 1.00x the samples a second of random batches is expected"
 
 
@@ -96,13 +94,13 @@ def test_a_step_holds_the_samples_that_were_asked_for(asked, batch_size, most, m
 def test_the_line_says_what_was_asked_and_what_a_step_holds():
     size, samples = sized(LENGTHS, 512, most=PackLimits(9, 4096))
     sampler = PackSampler(LENGTHS, size.limits, rank=0, num_replicas=4, micro_batches=size.micro_batches)
-    line = describe(sampler, size.limits, None, "ddp", AskedSteps(512, 4, 32, 1.0))
+    line = describe(sampler, None, "ddp", AskedSteps(512, 4, 32, 1.0))
     assert f"{sampler.num_steps} steps an epoch, 512 samples a step asked, {samples:.0f} on average" in line
     assert f" (gradient_accumulation_steps is {size.micro_batches}, was 32)\n" in line
     assert "expected" not in line
     small = PackLimits(3, 1200)
     sampler = PackSampler(LENGTHS, small, rank=0, num_replicas=4, micro_batches=2)
-    line = describe(sampler, small, None, "ddp", AskedSteps(64, 4, 4, 2.0))
+    line = describe(sampler, None, "ddp", AskedSteps(64, 4, 4, 2.0))
     assert f" {len(small.oversized(LENGTHS))} samples exceed these limits, each gets a pack of its own\n" in line
     assert f"as near as packs come: {2 * sampler.num_steps} optimizer steps in all instead of 126" in line
 
@@ -119,7 +117,7 @@ def described(lengths, asked, limits, *, batch_size=2):
     size = fit_step(lengths, asked, batch_size=batch_size, num_replicas=2, most=limits)
     sampler = PackSampler(lengths, size.limits, rank=0, num_replicas=2, micro_batches=size.micro_batches)
     asked_steps = AskedSteps(asked, batch_size, max(asked // 2 // batch_size, 1), 1.0, limits=limits)
-    return size, samples_per_pack(sampler), describe(sampler, size.limits, COSTS, "ddp", asked_steps)
+    return size, samples_per_pack(sampler), describe(sampler, COSTS, "ddp", asked_steps)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -137,9 +135,7 @@ def test_given_limits_are_made_smaller_with_a_reason(seed):
 def test_packs_gain_more_where_padded_rows_are_masked():
     limits, costs = PackLimits(9, 4096), {"language": CostModel(llm_tokens_squared=1)}
     sampler = PackSampler(LENGTHS, limits, rank=0, num_replicas=1, micro_batches=2)
-    masked, flash = (
-        expected_gains(sampler, limits, costs, "ddp", replace(BATCHES, masks=masks)) for masks in (True, False)
-    )
+    masked, flash = (expected_gains(sampler, costs, "ddp", replace(BATCHES, masks=masks)) for masks in (True, False))
     # Under flash attention padding is not attended to, so packs save nothing of it; a mask takes 3.5 times, too.
     assert flash.whole == pytest.approx(1, rel=0.1)
     assert masked.whole > 3.5
@@ -149,12 +145,12 @@ def test_a_head_on_target_rows_is_part_of_the_gain():
     lengths = SampleLengths([1] * 400, [100] * 400, target_tokens=[20] * 400)
     costs = {"language": CostModel(llm_tokens=8, target_tokens=2)}
     sampler = PackSampler(lengths, PackLimits(9, 1000), rank=0, num_replicas=1, micro_batches=2)
-    gains = expected_gains(sampler, PackLimits(9, 1000), costs, "ddp", replace(BATCHES, on_targets=True))
+    gains = expected_gains(sampler, costs, "ddp", replace(BATCHES, on_targets=True))
     # 10 seconds a token where all rows count, 8 + 2 / 5 where a fifth does.
     assert gains.head == pytest.approx(10 / 8.4)
     assert gains.whole == pytest.approx(gains.grouped) == pytest.approx(10 / 8.4)
     assert "balance 1.00x, head on target rows 1.19x)" in str(gains)
-    plain = expected_gains(sampler, PackLimits(9, 1000), costs, "ddp", BATCHES)
+    plain = expected_gains(sampler, costs, "ddp", BATCHES)
     assert (plain.head, plain.whole) == (1, pytest.approx(1))
 
 
@@ -206,7 +202,7 @@ def test_sounds_beside_a_vit_get_a_limit():
         <= limits.sound_units
         < largest_load(lengths, replace(limits, sound_units=None)).sound_units / 2
     )
-    line = describe(sampler, limits, None, "ddp", BATCHES)
+    line = describe(sampler, None, "ddp", BATCHES)
     assert f"{limits.llm_tokens} tokens and {limits.sound_units} sound units, " in line
     # Limits that are given, or those of padded batches, get none.
     given = fit_step(lengths, 64, batch_size=8, num_replicas=4, most=PackLimits(30, 1500))

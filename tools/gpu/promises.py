@@ -75,7 +75,7 @@ def gains_of(sampler: PackSampler, costs: CostByPhase, *, masks: bool = True) ->
     """What ``balance`` prints, or would print if a padded row's attention took what is counted for packs."""
     asked = AskedSteps(BATCH * ACCUMULATION, BATCH, ACCUMULATION, 1.0)
     with patch.object(advised, "MASKED", advised.MASKED if masks else 1.0):
-        return expected_gains(sampler, sampler.limits, costs, "ddp", asked)
+        return expected_gains(sampler, costs, "ddp", asked)
 
 
 def real_share(lengths: SampleLengths) -> float:

@@ -122,7 +122,7 @@ class PacksCallback(RecipeCallback):
         check: Callable[[], None],
         recompute: Level | tuple[Level, ...] = "none",
     ) -> None:
-        self._trainer, self._sampler, self._check = trainer, sampler, check
+        self._trainer, self.sampler, self._check = trainer, sampler, check
         self.recompute = recompute
         self.costs, self.layout, self._accumulation = costs, layout, trainer.args.gradient_accumulation_steps
         self._began, self._unlogged = 0.0, list[dict[str, float]]()  # the figures of each step, by name
@@ -131,7 +131,7 @@ class PacksCallback(RecipeCallback):
 
     def made_from(self) -> dict[str, Any]:
         """What the packs were made from, and for which ranks."""
-        sampler = self._sampler
+        sampler = self.sampler
         ranks = {"num_replicas": sampler.num_replicas, "gradient_accumulation_steps": sampler.micro_batches}
         kept: dict[str, Any] = sampler.state_dict(0)["made_from"]
         return kept | ranks | {"padded": isinstance(sampler, PaddedSampler)}
@@ -148,8 +148,8 @@ class PacksCallback(RecipeCallback):
 
     def held(self, state: TrainerState) -> tuple[Load, Step]:
         """What the packs of the step that was just trained hold, padding included, and the step."""
-        index = (state.global_step - 1) % self._sampler.num_steps
-        return self._sampler.load(index), self._sampler.step(index)
+        index = (state.global_step - 1) % self.sampler.num_steps
+        return self.sampler.load(index), self.sampler.step(index)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         self._began = time.perf_counter()

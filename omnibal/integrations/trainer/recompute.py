@@ -261,12 +261,9 @@ class FillsMemory(TrainerCallback):  # type: ignore[misc]
     Results do not depend on the choice, so that a run may go on with another one.
     """
 
-    def __init__(
-        self, trainer: Trainer, choice: LayerChoice, memory: RankMemory | None, lengths: SampleLengths,
-        limits: PackLimits, packs: PacksCallback,
-    ) -> None:  # fmt: skip
+    def __init__(self, trainer: Trainer, choice: LayerChoice, memory: RankMemory | None, packs: PacksCallback) -> None:
         self._trainer, self._choice, self._memory, self._packs = trainer, choice, memory, packs
-        self._lengths, self._limits = lengths, limits
+        self._lengths, self._limits = packs.sampler.lengths, packs.sampler.limits
         self._steps, self._spare = 0, 0.0
         train = trainer.train
 

@@ -147,9 +147,7 @@ class AskedSteps:
         )
 
 
-def expected_gains(
-    sampler: PackSampler, limits: PackLimits, costs: CostByPhase, layout: Sharding, asked_steps: AskedSteps
-) -> Gains:
+def expected_gains(sampler: PackSampler, costs: CostByPhase, layout: Sharding, asked_steps: AskedSteps) -> Gains:
     """Compare the sampler's steps with the host's own batches, and with packs that are not balanced."""
     samples, ranks = _drawn(sampler, asked_steps)
 
@@ -166,7 +164,7 @@ def expected_gains(
     present, grouped = host("random"), host("group_by_length") / ours * head
     if isinstance(sampler, PaddedSampler):
         return Gains(None, present / ours, grouped, head)
-    packs = random_packs(samples, limits, **ranks | {"micro_batches": sampler.micro_batches})
+    packs = random_packs(samples, sampler.limits, **ranks | {"micro_batches": sampler.micro_batches})
     packed = per_sample(packs)
     packing, share = present / packed, 1.0
     if holds_one(samples_per_pack(sampler)) and packing > 1:
@@ -205,7 +203,6 @@ def samples_per_pack(sampler: PackSampler) -> float:
 
 def describe(
     sampler: PackSampler,
-    limits: PackLimits,
     costs: CostByPhase | None,
     layout: Sharding,
     asked_steps: AskedSteps,
@@ -214,7 +211,7 @@ def describe(
     is_measured: bool = False,
 ) -> str:
     """What is printed before training, a fact a line: packs, steps, waits with and without, and what is expected."""
-    lengths, padded = sampler.lengths, isinstance(sampler, PaddedSampler)
+    lengths, limits, padded = sampler.lengths, sampler.limits, isinstance(sampler, PaddedSampler)
     samples, ranks = _drawn(sampler, asked_steps)
     random, first = padded_batches(samples, batch=asked_steps.batch_size, **ranks), first_batches(sampler)
     padding = 1 - float(random.real.llm_tokens.sum() / random.loads.llm_tokens.sum())
@@ -245,7 +242,7 @@ def describe(
     if costs is not None:
         source = "counted" if device is None else f"counted for {device}"
         source = "by costs that an earlier run measured" if is_measured else f"{source}, not measured"
-        lines.append(f"{expected_gains(sampler, limits, costs, layout, asked_steps)} ({source})")
+        lines.append(f"{expected_gains(sampler, costs, layout, asked_steps)} ({source})")
     return "\n         ".join(lines)
 
 
