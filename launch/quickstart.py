@@ -22,7 +22,7 @@ from omnibal.processes import LAUNCHER
 from omnibal.report.training import read_metrics
 
 RUN = Path("runs/quickstart")
-CONFIG, DATA, LOG = RUN / "ds_config.json", RUN / "data", RUN / "log.txt"
+CONFIG, CLUSTER, DATA, LOG = RUN / "ds_config.json", RUN / "cluster.json", RUN / "data", RUN / "log.txt"
 SAMPLES = 6000
 TAIL = 20
 """Lines of the log that are shown when a command fails."""
@@ -54,8 +54,8 @@ def main(options: Sequence[str]) -> None:
 
     part(2, f"Plan: how to train a small InternVL on {processes} × {device['name']}")
     if not resumes:
-        cluster = json.dumps(device_cluster(processes, device))
-        omnibal("plan", CONFIG, "--cluster", cluster, "--num-stages", processes, "--measure", "--write")
+        CLUSTER.write_text(json.dumps(device_cluster(processes, device), indent=2) + "\n")
+        omnibal("plan", CONFIG, "--cluster", CLUSTER, "--num-stages", processes, "--measure", "--write")
     plan = json.loads((RUN / "plan.json").read_text())
     found(
         f"{len(plan['partition']) - 1} pipeline stages; {plan['micro_batches']} packs a step of at most "

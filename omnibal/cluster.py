@@ -244,9 +244,10 @@ class Links:
     """What each transfer between stages takes whatever its size."""
 
     def __post_init__(self) -> None:
-        for name in ("bandwidth_bytes_per_second", "reduce_bandwidth_bytes_per_second"):
-            _check_bandwidth(name, getattr(self, name))
-        _check_latency(self.latency_seconds)
+        _check_links(
+            self.latency_seconds, bandwidth_bytes_per_second=self.bandwidth_bytes_per_second,
+            reduce_bandwidth_bytes_per_second=self.reduce_bandwidth_bytes_per_second,
+        )  # fmt: skip
 
     @property
     def between_replicas(self) -> float:
@@ -295,13 +296,10 @@ reduce_bandwidth_bytes_per_second=300000000000.0, latency_seconds=0.0))
             raise ConfigError(
                 f"node_bytes_per_second must be given for {self.num_nodes} nodes of {self.device.name}, got none"
             )
-        _check_bandwidth("node_bytes_per_second", self.node_bytes_per_second)
-        _check_latency(self.latency_seconds)
+        _check_links(self.latency_seconds, node_bytes_per_second=self.node_bytes_per_second)
         if isinstance(self.memory_bytes, tuple) and len(self.memory_bytes) != self.num_devices:
-            raise ConfigError(
-                f"memory_bytes must be one number, or one for each of {self.num_devices} devices, "
-                f"got {len(self.memory_bytes)}"
-            )
+            got = f"got {len(self.memory_bytes)}"
+            raise ConfigError(f"memory_bytes must be one number, or one for each of {self.num_devices} devices, {got}")
         if self.overhead_bytes < 0:
             raise ConfigError(f"overhead_bytes must not be negative, got {self.overhead_bytes}")
         given = self.memory_bytes if isinstance(self.memory_bytes, tuple) else (self.memory_bytes,)
@@ -315,7 +313,7 @@ reduce_bandwidth_bytes_per_second=300000000000.0, latency_seconds=0.0))
     @classmethod
     def parse(cls, text: str) -> "Cluster":
         """Read nodes x devices x device, such as ``"4x8xA100-80GB"``; ``"8xA100-80GB"`` is one node."""
-        found = re.fullmatch(r"(?:(\d{1,9})x)?(?:(\d{1,9})x)?(\S.*)", text.strip())
+        found = re.fullmatch(r"(?:(\d{1,9})x)?(?:(\d{1,9})x)?([^\s\d].*)", text.strip())
         if found is None:
             raise ConfigError(f"cluster must be such as '4x8xA100-80GB', '8xA100-80GB' or 'A100-80GB', got {text!r}")
         *counts, name = (word for word in found.groups() if word is not None)
@@ -359,12 +357,13 @@ reduce_bandwidth_bytes_per_second=300000000000.0, latency_seconds=0.0))
             return self.links
         # Replicas are thought of as one ring, in which each device has one neighbour; where several devices of a node
         # are in it, NCCL's several rings may do better.
-        node, own = self._node, layout.encoder_stages
-        stages_apart = any(node(one) != node(other) for one, other in _neighbours(layout))
+        per_node = self.devices_per_node
+        stages_apart = any(one // per_node != other // per_node for one, other in _neighbours(layout))
         replicas_apart = any(
-            node(layout.rank(stage, 0, tensor)) != node(layout.rank(stage, layout.shape(stage)[0] - 1, tensor))
+            layout.rank(stage, 0, tensor) // per_node
+            != layout.rank(stage, layout.shape(stage)[0] - 1, tensor) // per_node
             for stage in range(layout.num_stages)
-            if (stage < own) == of_encoder
+            if (stage < layout.encoder_stages) == of_encoder
             for tensor in range(layout.shape(stage)[1])
         )
         return Links(
@@ -399,9 +398,6 @@ reduce_bandwidth_bytes_per_second=300000000000.0, latency_seconds=0.0))
         within = self.device.link_bytes_per_second
         return min(within, self._between_nodes or within) if across_nodes else within
 
-    def _node(self, rank: int) -> int:
-        return rank // self.devices_per_node
-
 
 def _neighbours(layout: Layout) -> Iterator[tuple[int, int]]:
     for stage in range(layout.num_stages - 1):
@@ -417,11 +413,9 @@ _RECORD: Final = TypeAdapter(Cluster)
 ClusterValue = Annotated[Cluster, BeforeValidator(Cluster.of)]
 
 
-def _check_bandwidth(name: str, value: float | None) -> None:
-    if value is not None and not value >= LEAST_BANDWIDTH:
-        raise ConfigError(f"{name} must be at least {LEAST_BANDWIDTH} byte per second, got {value!r}")
-
-
-def _check_latency(value: float) -> None:
-    if not 0 <= value <= MOST_LATENCY_SECONDS:
-        raise ConfigError(f"latency_seconds must lie between 0 and {MOST_LATENCY_SECONDS}, got {value!r}")
+def _check_links(latency_seconds: float, **bandwidths: float | None) -> None:
+    for name, value in bandwidths.items():
+        if value is not None and not value >= LEAST_BANDWIDTH:
+            raise ConfigError(f"{name} must be at least {LEAST_BANDWIDTH} byte per second, got {value!r}")
+    if not 0 <= latency_seconds <= MOST_LATENCY_SECONDS:
+        raise ConfigError(f"latency_seconds must lie between 0 and {MOST_LATENCY_SECONDS}, got {latency_seconds!r}")

@@ -80,7 +80,6 @@ def _fill(
     canvas: ImageDraw.ImageDraw, shape: str, centre: tuple[float, float], reach: tuple[float, float],
     fill: tuple[int, ...],
 ) -> None:  # fmt: skip
-    """Fill a shape that reaches so many pixels from its centre to each side, and up and down."""
     (x, y), (a, b) = centre, reach
     if shape == "ring":
         canvas.ellipse((x - a, y - b, x + a, y + b), fill=fill)
@@ -117,10 +116,8 @@ class DemoSample(NamedTuple):
 
 
 class DemoDataset(NamedTuple):
-    make: Callable[[np.random.Generator, int], DemoSample]
-    """Makes a sample from a generator and the most turns."""
-    share: float
-    """Share of all samples, repetitions included."""
+    make: Callable[[np.random.Generator, int], DemoSample]  # makes a sample from a generator and the most turns
+    share: float  # share of all samples, repetitions included
     repeat: int = 1
 
 
@@ -158,24 +155,6 @@ ABOUT_ONE: Mapping[str, Ask] = {
 }
 
 
-def ask_pair(rng: np.random.Generator, first: Scene, second: Scene) -> Exchange:
-    """About two pictures with one shape each: the colour or the shape in one of them."""
-    number = int(rng.integers(2))
-    figure, ordinal = (first, second)[number].figures[0], ("first", "second")[number]
-    if rng.random() < 0.5:
-        return Exchange(f"What colour is the shape in the {ordinal} image?{SHORT}", figure.colour)
-    return Exchange(f"Which shape is in the {ordinal} image?{SHORT}", figure.shape)
-
-
-def ask_text(rng: np.random.Generator) -> Exchange:
-    """Without a picture: one to three sentences tell the answer."""
-    count = int(rng.integers(1, 4))
-    names, things, colours = (rng.permutation(words)[:count] for words in (NAMES, THINGS, list(COLOURS)))
-    story = " ".join(f"{n} has {_with_article(c)} {t}." for n, c, t in zip(names, colours, things, strict=True))
-    asked = int(rng.integers(count))
-    return Exchange(f"{story} What colour is the {things[asked]}?{SHORT}", str(colours[asked]))
-
-
 def vocabulary() -> list[str]:
     """Words that may be missing in a few random samples, each at the start of a text and within one, twice."""
     words = (*COLOURS, *SHAPES, *PLACES, *NUMBERS, *NAMES, *THINGS, "user", "assistant", "system")
@@ -204,12 +183,23 @@ def scenes(rng: np.random.Generator, _: int) -> DemoSample:
 
 
 def pairs(rng: np.random.Generator, _: int) -> DemoSample:
-    first, second = random_scene(rng, 1), random_scene(rng, 1)
-    return DemoSample("pair", [first, second], [ask_pair(rng, first, second)])
+    """Two pictures with one shape each: the colour or the shape in one of them."""
+    both = [random_scene(rng, 1), random_scene(rng, 1)]
+    number = int(rng.integers(2))
+    figure, ordinal = both[number].figures[0], ("first", "second")[number]
+    colour = f"What colour is the shape in the {ordinal} image?{SHORT}", figure.colour
+    shape = f"Which shape is in the {ordinal} image?{SHORT}", figure.shape
+    return DemoSample("pair", both, [Exchange(*(colour if rng.random() < 0.5 else shape))])
 
 
 def stories(rng: np.random.Generator, _: int) -> DemoSample:
-    return DemoSample("text", [], [ask_text(rng)])
+    """No picture: one to three sentences tell the answer."""
+    count = int(rng.integers(1, 4))
+    names, things, colours = (rng.permutation(words)[:count] for words in (NAMES, THINGS, list(COLOURS)))
+    story = " ".join(f"{n} has {_with_article(c)} {t}." for n, c, t in zip(names, colours, things, strict=True))
+    asked = int(rng.integers(count))
+    exchange = Exchange(f"{story} What colour is the {things[asked]}?{SHORT}", str(colours[asked]))
+    return DemoSample("text", [], [exchange])
 
 
 DATASETS: Mapping[str, DemoDataset] = {
@@ -266,11 +256,7 @@ def write_demo(folder: str | Path, *, samples: int = 8000, held_out: int = 400, 
     for name, count in (("samples", samples), ("held_out", held_out)):
         if count < 20:
             raise ConfigError(f"{name} must be at least 20, got {count}")
-    if seed < 0:
-        raise ConfigError(f"seed must not be negative, got {seed}")
     folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"folder must be a folder or not exist yet, got the file {folder}")
     train = _write_part(folder, "train", samples, seed, max_turns=MAX_TURNS)
     check = _write_part(folder, "held_out", held_out, seed, max_turns=1)
     texts = [turn["value"] for path in train for line in path.open() for turn in json.loads(line)["conversations"]]
@@ -301,7 +287,6 @@ def _write_part(folder: Path, part: str, samples: int, seed: int, *, max_turns: 
 
 
 def _record(name: str, images: Sequence[str], exchanges: Sequence[Exchange]) -> Record:
-    """A line in InternVL's format; images stand before the first question."""
     marks = "<image>\n" * len(images)
     turns = [
         {"from": side, "value": (marks if (number, side) == (0, "human") else "") + value}

@@ -95,7 +95,6 @@ def end_in_one_line() -> None:
 def _show_message(
     show: Callable[..., Any], kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """A ``sys.excepthook`` that hands errors of omnibal on to ``show`` without their tracebacks."""
     if isinstance(error, OmnibalError):
         error, traceback = type(error)(message_alone(error)), None
     show(kind, error, traceback)

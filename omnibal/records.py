@@ -52,18 +52,19 @@ def parse_relaxed(text: str | bytes) -> Any:
     {'stage': 3}
     """
     try:
-        return parse_json(text, object_pairs_hook=_once)
+        return parse_json(text, object_pairs_hook=once)
     except json.JSONDecodeError as error:
         string = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         try:
-            return hjson.loads(string, object_pairs_hook=_once)
+            return hjson.loads(string, object_pairs_hook=once)
         except (hjson.HjsonDecodeError, IndexError):  # IndexError: a comment that begins with /* and does not end
             raise error from None
         except RecursionError:
             raise ValueError("brackets nest too deeply") from None
 
 
-def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON (``object_pairs_hook``); of equal keys all but the last would be lost."""
     twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
     if twice:
         raise ValueError(f"the key {twice[0]!r} stands twice")

@@ -42,7 +42,9 @@ def test_a_cluster_in_short_is_nodes_by_devices_by_name():
     [
         ("", "cluster must be such as '4x8xA100-80GB', '8xA100-80GB' or 'A100-80GB', got ''"),
         ("0x8xA100", "num_nodes must be positive, got 0"),
-        ("2x3x4xA100", "device must begin like one of .*, got '4xA100'; did you mean 'A100-80GB'"),
+        ("2x3x4xA100", "cluster must be such as .*, got '2x3x4xA100'"),
+        ("4 A100", "cluster must be such as .*, got '4 A100'"),
+        ("8xA9000", "device must begin like one of .*, got 'A9000'; did you mean"),
         ("8xA1000", "got 'A1000'; did you mean 'A100-.*'.* a record with \"name\", \"memory_bytes\" and"),
         ("8xTPU", "got 'TPU'; for another one give a record"),
         ("99999x99999xA100", "a cluster must have at most 1000000 devices, got 9999800001"),

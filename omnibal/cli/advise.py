@@ -10,8 +10,9 @@ import typer
 from omnibal.cli.options import (
     ClusterOption,
     JsonOption,
+    PictureOption,
     answer,
-    check_file,
+    check_picture,
     kind_of,
     read_cluster,
     working,
@@ -34,9 +35,7 @@ DataArgument = Annotated[
         "lists); or a stream (webdataset's .tar shards; - for JSON lines on standard input).",
     ),
 ]
-ModelOption = Annotated[
-    str | None, typer.Option(help="A known name (Qwen2.5-VL-7B), a Hugging Face folder, or a config.json.")
-]
+ModelOption = Annotated[str | None, typer.Option(help="A name (Qwen2.5-VL-7B), a Hugging Face folder or config.json.")]
 TodayOption = Annotated[
     str,
     typer.Option(
@@ -44,39 +43,23 @@ TodayOption = Annotated[
         "TrainingArguments, a YAML of LLaMA-Factory or ms-swift)."
     ),
 ]
-BatchOption = Annotated[
-    int | None,
-    typer.Option(help="Samples in a device's micro-batch; by default what --today's file says, or 1.", min=1),
-]
-AccumulationOption = Annotated[
-    int | None, typer.Option(help="Micro-batches in a device's step; likewise, or 8.", min=1)
-]
+BatchOption = Annotated[int | None, typer.Option(help="Samples of a micro-batch; by default --today's, or 1.", min=1)]
+AccumulationOption = Annotated[int | None, typer.Option(help="Micro-batches of a step; --today's, or 8.", min=1)]
 LoraOption = Annotated[bool | None, typer.Option("--lora/--no-lora", help="Train adapters of rank 16.")]
-FrozenOption = Annotated[
-    list[str] | None, typer.Option(help="What is not trained (repeatable): vision, projector, language.")
-]
-ImagesOption = Annotated[
-    Path | None, typer.Option(help="Folder that images' paths are relative to; by default the data's own.")
-]
-MaxImageOption = Annotated[
-    int | None, typer.Option(help="Most tiles of an image, or most pixels at native resolution.", min=1)
-]
+FrozenOption = Annotated[list[str] | None, typer.Option(help="Not trained (repeatable): vision, projector, language.")]
+ImagesOption = Annotated[Path | None, typer.Option(help="Folder of the images; by default the data's own.")]
+MaxImageOption = Annotated[int | None, typer.Option(help="Most tiles of an image, or pixels (native ViTs).", min=1)]
 CostsOption = Annotated[
     Path | None,
     typer.Option(
         "--profile",
-        help="Layers' costs in place of counted ones: a profile, or what a run's first steps measured (its "
-        "metrics.jsonl, or a trainer's omnibal_calibration.json).",
+        help="Measured costs: a profile, or a run's metrics.jsonl, or a trainer's omnibal_calibration.json.",
     ),
 ]
 LayoutsOption = Annotated[
     bool,
-    typer.Option(
-        "--layouts",
-        help="Weigh ZeRO, pipelines, tensor ranks, a spread encoder and units, too: takes a minute.",
-    ),
+    typer.Option("--layouts", help="Weigh pipelines, tensor ranks, a spread encoder and units, too: takes a minute."),
 ]
-PlotOption = Annotated[Path | None, typer.Option(help="Draw a picture (a PNG).")]
 
 
 def advise(
@@ -92,31 +75,26 @@ def advise(
     max_image: MaxImageOption = None,
     costs: CostsOption = None,
     layouts: LayoutsOption = False,
-    plot: PlotOption = None,
+    plot: PictureOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say what balancing would bring you, before you change a line.
 
-    Where the devices' time goes today; what settings of the trainer would
-    bring (batches by length or of another size, less recomputation, another
-    ZeRO stage), and what packing, balance and larger packs bring beyond
-    these, at today's samples a step, and how sure that is; what fits into
-    memory; the lines to paste. A thousand samples are measured; nothing runs, no torch is loaded.
-    "Leave it as it is" is an answer.
+    Where the devices' time goes today; what settings of the trainer would bring (batches by length or of another size,
+    less recomputation, another ZeRO stage), and what packing, balance and larger packs bring beyond these, at today's
+    samples a step, and how sure that is; what fits into memory; the lines to paste. A thousand samples are measured;
+    nothing runs, no torch is loaded. "Leave it as it is" is an answer.
 
     Example: omnibal advise train.jsonl --model Qwen2.5-VL-7B
     --cluster 8xA100-80GB --today zero3 --batch 2 --accumulation 8 --lora
 
-    Example: omnibal advise data.json --today llamafactory.yaml
-    --cluster 2x8xH100
+    Example: omnibal advise data.json --today llamafactory.yaml --cluster 2x8xH100
     """
     from omnibal.advise.present import Present, read_today
     from omnibal.advise.question import LORA_RANK, Question
     from omnibal.report.advise import Report, draw
 
-    check_file("--plot", plot)
-    if plot is not None and plot.suffix.lower() != ".png":
-        raise ConfigError(f"--plot must end in .png, got {plot}")
+    check_picture("--plot", plot)
     # Options go before what --today's file says; None leaves a setting to the file.
     own = Present(
         batch=batch, accumulation=accumulation, frozen=tuple(frozen) if frozen else None,

@@ -50,30 +50,17 @@ SourceArgument = Annotated[
         '(with --model), a folder of lengths, or a JSON list of {"vit_num", "token_num"}.',
     ),
 ]
-OutArgument = Annotated[
-    Path | None, typer.Argument(help="Folder to write lengths to; by default in the ds_config's run.output.")
-]
-ModelOption = Annotated[
-    Path | None, typer.Option(help="The model's Hugging Face folder: its tokenizer and how it cuts images.")
-]
-ImagesOption = Annotated[
-    Path | None, typer.Option(help="Folder of images that annotations name; by default the annotations' own.")
-]
-TilesOption = Annotated[
-    int | None,
-    typer.Option(help="The most tiles an image is cut into; by default what the model's folder says.", min=1),
-]
+OutArgument = Annotated[Path | None, typer.Argument(help="Folder for the lengths; by default in run.output.")]
+ModelOption = Annotated[Path | None, typer.Option(help="The model's Hugging Face folder.")]
+ImagesOption = Annotated[Path | None, typer.Option(help="Folder of the images; by default the annotations' own.")]
+TilesOption = Annotated[int | None, typer.Option(help="Most tiles of an image; by default the model's.", min=1)]
 BrokenOption = Annotated[
-    Literal["error", "skip"] | None,
-    typer.Option(help="What to do with samples that cannot be read: stop and report them all, or leave them out."),
+    Literal["error", "skip"] | None, typer.Option(help="Report all samples that cannot be read, or leave them out.")
 ]
 SamplesOption = Annotated[
-    str | None,
-    typer.Option(help="Show these samples by their numbers, such as 4,17, as messages of training name them."),
+    str | None, typer.Option(help="Show samples by the numbers that messages of training name, such as 4,17.")
 ]
-ReplicasOption = Annotated[
-    int | None, typer.Option(help="Data-parallel ranks to pack for; by default the cluster's, or 8.", min=1)
-]
+ReplicasOption = Annotated[int | None, typer.Option(help="Data-parallel ranks; by default the cluster's, or 8.", min=1)]
 MicroBatchesOption = Annotated[
     int | None, typer.Option(help="Packs of a rank and step; by default the ds_config's, or 1.", min=1)
 ]
@@ -144,10 +131,11 @@ def lengths(
 
 def _measured(data: DataSection, model: Path | None, out: Path | None) -> tuple[FoundLengths, str]:
     """Lengths and vision unit, as a ds_config with this data and model would say them."""
+    remedy = f"omnibal lengths {data.train} {out or 'runs/lengths'} --model {model or 'MODEL_FOLDER'}"
     if out is None:
-        raise ConfigError(f"out must name a folder for the lengths, got none: {data.train} is no ds_config")
+        raise ConfigError(f"out must name a folder for the lengths, got none; type {remedy}")
     if model is None:
-        raise ConfigError(f"--model must name the model's folder, got nothing: {data.train} is a dataset")
+        raise ConfigError(f"--model must name the model's folder, got nothing; type {remedy}")
     measured = Workspace({}, OmnibalSection(model=ModelSection(path=str(model)), data=data))
     return measured.measured_lengths(out), vision_unit_of(measured.records)
 

@@ -57,6 +57,7 @@ def demo(
         {**asdict(paths), "chance": chance},
         f"data {paths.meta}, held out {paths.held_out_meta}, model {paths.model}",
         f"always the most frequent answer to a question is right for {chance:.1%} of the held-out ones",
+        f"next: omnibal lengths {paths.meta} {folder / 'lengths'} --model {paths.model}",
         as_json=as_json,
     )
 
@@ -84,8 +85,7 @@ def profile(
 
     Example: omnibal profile ds_configs/mine.json --measure
 
-    Example: omnibal profile models/InternVL3-14B-hf profile.json
-    --cluster a100
+    Example: omnibal profile models/InternVL3-14B-hf profile.json --cluster a100
     """
     from omnibal.cli.planning import usual_limits  # with compiled loops, which no other verb here needs
 
@@ -97,7 +97,7 @@ def profile(
         out = out or workspace.section.run.files.profile
         check_file("out", out)
     elif out is None:
-        raise ConfigError(f"out must name a file for the profile, got none: {source} is no ds_config")
+        raise ConfigError(f"out must name a file for the profile, got none; type omnibal profile {source} profile.json")
     elif measure == (cluster is not None):
         got = "both" if measure else "neither"
         raise ConfigError(f"costs must be counted for a --cluster or come from --measure, got {got}")
@@ -119,7 +119,6 @@ def profile(
 
 
 def _say(made: ModelProfile, limits: tuple[int, int], notes: list[str], out: Path, *, as_json: bool) -> None:
-    """Show what layers cost for a pack of one sample, with one image, as large as the limits."""
     units, tokens = limits
     rows = _layer_rows(made, Load(units, tokens, tokens**2, units**2))
     record = {
@@ -232,9 +231,12 @@ def check_packing(
     """
     expect("folder", folder, frozenset({"model"}))
     # Imported once the arguments are right: torch and transformers take seconds.
-    with working("making the model"):
-        model = _made_model(folder, weights=weights, attention=attention).to(device)
     from omnibal.packs.proof import check_packing as check
+    from omnibal.vlm import usable_device
+
+    target = usable_device(device)
+    with working("making the model"):
+        model = _made_model(folder, weights=weights, attention=attention).to(target)
 
     with working("comparing packs with samples alone"):
         found = check(model)
@@ -350,7 +352,8 @@ def ask(
         if not question and meta is None and section.data.held_out is not None:
             meta = Path(section.data.held_out)
     if bool(question) == (meta is not None):
-        raise ConfigError("ask must get a question or --meta, got both or neither")
+        got = "both" if question else 'neither; type omnibal ask MODEL "What is this?" --image photo.png'
+        raise ConfigError(f"ask must get a question or --meta, got {got}")
     # Imported once the arguments are right: torch and transformers take seconds.
     from omnibal.formats.media import named
     from omnibal.vlm import Answerer

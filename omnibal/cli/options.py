@@ -30,19 +30,11 @@ MOST_DIGITS: Final = 20
 
 ClusterOption = Annotated[
     str | None,
-    typer.Option(
-        help="The machines, such as 4x8xA100-80GB, or a JSON record or its file; by default what a ds_config or "
-        "plan names, or this machine's CUDA devices."
-    ),
+    typer.Option(help="The machines, such as 4x8xA100-80GB, or a JSON file; by default the ds_config's or these GPUs."),
 ]
-LengthsOption = Annotated[
-    list[Path] | None,
-    typer.Option(help="A folder of lengths, or JSON lists of them (repeatable), in place of the ds_config's data."),
-]
+LengthsOption = Annotated[list[Path] | None, typer.Option(help="Lengths in place of the data: a folder or JSON lists.")]
 ProfileOption = Annotated[Path | None, typer.Option(help="A file of layers' costs, in place of kept or counted ones.")]
-LimitsOption = Annotated[
-    str | None, typer.Option(help="The most vision units and LLM tokens that a pack may hold, such as 16,4096.")
-]
+LimitsOption = Annotated[str | None, typer.Option(help="Most vision units and LLM tokens of a pack, such as 16,4096.")]
 PictureOption = Annotated[Path | None, typer.Option(help="Draw a picture, into this PNG.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
@@ -62,7 +54,6 @@ def read_limits(text: str | None) -> tuple[int, int] | None:
 
 
 def read_cluster(text: str) -> Cluster:
-    """A cluster as the command line gives it: nodes x devices x device, or a JSON record or its file."""
     if text.endswith(".json"):
         return Cluster.of(read_json(text, "--cluster"))
     if not text.lstrip().startswith("{"):
@@ -226,7 +217,6 @@ def _head(name: str, path: Path) -> str:
 
 
 def _first_line(start: str) -> dict[str, Any] | None:
-    """The first object of JSON lines; None of other files."""
     line, *others = start.splitlines()
     if not others or not line.startswith("{"):
         return None

@@ -61,27 +61,14 @@ REPORTED_STEPS: Final = 64  # of real packs, spread over an epoch
 # Options, in the order of --help.
 SourceArgument = Annotated[Path, typer.Argument(help="A ds_config. Of a plan.json: a look at it, nothing is made.")]
 StagesOption = Annotated[int | None, typer.Option(help="Number of pipeline stages.", min=1)]
-LayoutOption = Annotated[
-    LayoutChoice,
-    typer.Option(help="Weigh others first, or all (auto); plan the winner if it can be: docs/layouts.md."),
-]
-MeasureOption = Annotated[
-    bool, typer.Option("--measure", help="Measure layers on this machine in place of counting what they cost.")
-]
-FromRunOption = Annotated[
-    Path | None,
-    typer.Option(help="Plan for the costs that a run's first steps measured: its folder, such as runs/mine."),
-]
+LayoutOption = Annotated[LayoutChoice, typer.Option(help="Weigh other layouts first, or all (auto): docs/layouts.md.")]
+MeasureOption = Annotated[bool, typer.Option("--measure", help="Measure layers here; else costs are counted.")]
+FromRunOption = Annotated[Path | None, typer.Option(help="Use the costs that a run measured: its folder (runs/mine).")]
 TrialsOption = Annotated[
-    int, typer.Option(help="Train a few steps under this many of the best plans, and keep the fastest.", min=0)
+    int, typer.Option(help="Try this many of the best plans on the engine; keep the fastest.", min=0)
 ]
-WriteOption = Annotated[
-    bool, typer.Option("--write", help="Put the plan where training finds it: plan.json in the ds_config's run.output.")
-]
-ExplainOption = Annotated[
-    bool,
-    typer.Option("--explain", help="Show the cut, where stages wait, their memory, and the plans that were weighed."),
-]
+WriteOption = Annotated[bool, typer.Option("--write", help="Let training follow the plan: plan.json of run.output.")]
+ExplainOption = Annotated[bool, typer.Option("--explain", help="Show the cut, stages' waits and memory, other plans.")]
 
 
 def plan(
@@ -275,9 +262,8 @@ def report(
 ) -> None:
     """Write one page that shows what a plan changes and what a run did.
 
-    It opens with the gain over what the ds_config trains with now and over a
-    trainer's own settings, and with how uneven your data makes random batches;
-    it goes on with data, partition, memory, timeline, predicted gain, and the
+    It opens with the gain over what the ds_config trains with now and over a trainer's own settings, and with how
+    uneven your data makes random batches; it goes on with data, partition, memory, timeline, predicted gain, and the
     figures of a run. Pictures are in the file: send it to anyone.
 
     Example: omnibal report ds_configs/mine.json
@@ -311,7 +297,6 @@ def report(
 
 
 def _others(workspace: Workspace, plan: Plan, last: Variant) -> tuple[Way, ...]:
-    """What the ds_config trains with, unless that is the plan, and the cheapest alternative."""
     cheapest = cheapest_way(workspace, plan.known_cluster, last.samples_per_step)
     present = present_rate(workspace) if workspace.followed_plan is None else None
     return (cheapest,) if present is None else (Way("the present configuration", present), cheapest)

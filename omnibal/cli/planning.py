@@ -90,7 +90,6 @@ def _found_plan(workspace: Workspace) -> Plan | None:
 
 
 def solve(workspace: Workspace, request: PlanRequest) -> PlanResult:
-    """Plan what a request asks for; keeps nothing."""
     profile, lengths = workspace.profile, workspace.lengths  # made before, each with a bar of its own
     with workspace.working("planning") as report:
         return make_plan(profile, lengths, request, report=report)
@@ -126,7 +125,6 @@ def request_of(
 
 
 def _present_samples(workspace: Workspace) -> int:
-    """Samples of a step of the present configuration, on average."""
     _readable = workspace.profile, workspace.lengths  # outside: a missing file is no matter of the configuration
     try:
         return round(real_packs(workspace, present_plan(workspace), steps=1).samples_per_step)

@@ -27,30 +27,22 @@ Arrangement = BalancedPacks | MixedPacks | ShuffledPacks
 
 @dataclass(frozen=True)
 class Step:
-    """What all ranks together process before the next optimizer update.
+    """What all ranks together process before the next optimizer update."""
 
-    Attributes:
-        epoch: Epochs, or passes over a stream, before this one.
-        index: Steps of the epoch or pass before this one.
-        num_samples: Samples in all packs of the step.
-        load: Load of every pack, in arrays of shape (num_replicas, micro_batches); without fillers.
-        shares: For each source of a mixture: the share that was asked for, and the one that the step holds.
-        oversized: Of a stream: what becomes of samples over a limit, and how many the run has met of them so far.
-        target_tokens: Tokens that carry loss in all packs of the step; None where lengths do not know them. A rank's
-            sum of token losses, times the number of ranks, divided by this is exact under gradient averaging.
-        left_out: Samples that were left out of the step, or of a stream since the step before, as they cannot be read.
-        packs: The packs, rank after rank, micro-batch after micro-batch; None where ranks know their own alone.
-    """
-
-    epoch: int
-    index: int
-    num_samples: int
-    load: Load
+    epoch: int  # epochs, or passes over a stream, before this one
+    index: int  # steps of the epoch or pass before this one
+    num_samples: int  # samples in all packs of the step
+    load: Load  # of every pack, in arrays of shape (num_replicas, micro_batches); without fillers
+    # For each source of a mixture: the share that was asked for, and the one that the step holds.
     shares: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    # Of a stream: what becomes of samples over a limit, and how many the run has met of them so far.
     oversized: Mapping[Oversized, int] = field(default_factory=dict)
+    # Tokens that carry loss in all packs of the step; None where lengths do not know them. A rank's sum of token
+    # losses, times the number of ranks, divided by this is exact under gradient averaging.
     target_tokens: int | None = None
-    left_out: int = 0
-    packs: Packs | None = field(default=None, compare=False)  # follow from the rest
+    left_out: int = 0  # samples left out of the step, or of a stream since the step before, as they cannot be read
+    # Rank after rank, micro-batch after micro-batch; None where ranks know their own alone. They follow from the rest.
+    packs: Packs | None = field(default=None, compare=False)
 
     @property
     def llm_tokens(self) -> int:
@@ -165,11 +157,9 @@ class Epoch:
 
     @property
     def last_step(self) -> int:
-        """Steps that are done when the epoch is."""
         return self.first_step - (-max(self._num_packs - self._first_pack, 0) // self.ranks.step_packs)
 
     def packs_done(self, steps_done: int) -> int:
-        """Packs of the epoch that are done when ``steps_done`` of its steps are."""
         steps_done = integer("steps_done", steps_done, self.first_step, self.last_step)
         return min(self._first_pack + (steps_done - self.first_step) * self.ranks.step_packs, self._num_packs)
 
@@ -235,7 +225,6 @@ class Epoch:
         return packs[filled[0]][:MOST_REMEMBERED].tolist() if len(filled) else []
 
     def record(self) -> dict[str, Any]:
-        """What it takes to make these steps again, as JSON values."""
         return {
             "arranged_for": [self.begun_by.num_replicas, self.begun_by.micro_batches],
             "ranks": [self.num_replicas, self.micro_batches],
@@ -261,7 +250,6 @@ class Epoch:
         return parts[0] if len(parts) == 1 else Packs.concatenate(parts)
 
     def _window(self, position: int) -> tuple[int, Packs]:
-        """The window that holds a pack, and the position of its first pack."""
         for first, packs in self._windows.values():
             if first <= position < first + len(packs):
                 return first, packs

@@ -317,7 +317,6 @@ def _reopen(folder: Path, content_hash: str) -> SampleLengths:
 
 
 def _column(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
-    """Check one column and bring it into its fixed type, as a read-only view."""
     try:
         array = np.asarray(values)
     except ValueError as error:  # lists of different lengths

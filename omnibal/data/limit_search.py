@@ -19,13 +19,7 @@ from omnibal.cost import CostModel
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits, largest_limits
-from omnibal.data.metrics import (
-    dist_ratio,
-    histogram_bound,
-    histogram_volume,
-    load_histograms,
-    volume_bound,
-)
+from omnibal.data.metrics import dist_ratio, histogram_bound, histogram_volume, load_histograms, volume_bound
 from omnibal.data.packing_spec import DEFAULT_COST, Method
 from omnibal.errors import ConfigError, InfeasibleError
 

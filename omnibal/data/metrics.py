@@ -209,35 +209,24 @@ class Largest(NamedTuple):
 @dataclass(frozen=True)
 class PackingFigures:
     method: str
-    samples: int
-    """Samples that are in a pack."""
-    packs: int
-    """Packs that hold a sample."""
+    samples: int  # samples that are in a pack
+    packs: int  # packs that hold a sample
     empty_packs: int
-    fewest_packs: int
-    """No method can do with fewer."""
+    fewest_packs: int  # no method can do with fewer
     steps: int
-    pad_ratio: float
-    """Padding as a share of the tokens that the LLM works on; the mean over packs."""
-    pad_ratio_if_padded: float
-    """Pad Ratio if the samples of a pack were padded to the longest one."""
+    pad_ratio: float  # padding as a share of the tokens that the LLM works on; the mean over packs
+    pad_ratio_if_padded: float  # Pad Ratio if the samples of a pack were padded to the longest one
     dist_ratio_vision: float
     dist_ratio_tokens: float
-    dist_ratio_cost: float
-    """Dist Ratio of what micro-batches cost the LLM."""
-    dist_ratio_sound: float | None
-    """Dist Ratio of an encoder of sound beside the ViT; None where there is none."""
+    dist_ratio_cost: float  # Dist Ratio of what micro-batches cost the LLM
+    dist_ratio_sound: float | None  # Dist Ratio of an encoder of sound beside the ViT; None where there is none
+    # χ² per degree of freedom of the steps' mixes: 1 as shuffled, more where sorted; NaN with nothing to compare.
     randomness: float
-    """χ² per degree of freedom of the steps' mixes: 1 as shuffled, more where sorted; NaN with nothing to compare."""
     largest: Largest
-    lost: int
-    """Samples in no pack, without those that were left out on purpose."""
-    repeated: int
-    """Samples in a pack beyond the first time."""
-    over_limit: int
-    """Packs of several samples that exceed a limit."""
-    seconds: float
-    """What planning took."""
+    lost: int  # samples in no pack, without those that were left out on purpose
+    repeated: int  # samples in a pack beyond the first time
+    over_limit: int  # packs of several samples that exceed a limit
+    seconds: float  # what planning took
 
     @property
     def packs_over_fewest(self) -> float:

@@ -25,8 +25,7 @@ PARTS: Final = 16
 """While shares change from one knot to the next, stretches are at most such a part of the way, if that is enough."""
 LEAST_DRAWS: Final = 1024
 """An epoch has so many draws at least, and what is cut from it for other reasons: chance makes too much of fewer."""
-UNIT: Final = 1 << 16
-"""What a sample or token counts where sums must be exact: all are integers."""
+UNIT: Final = 1 << 16  # what a sample or token counts where sums must be exact: all are integers
 RATE: Final = 1 << 10
 """Samples per step are multiples of a part of one: the same on machines that differ in the last bits of sums."""
 WINDOW_STEPS: Final = 256
@@ -42,12 +41,10 @@ STRETCHES_KEPT: Final = 2
 class Origin:
     """The position in a mixture at which another number of ranks stopped; later epochs are counted from it."""
 
-    epoch: int
-    """The first epoch behind those of the other ranks."""
-    step: int
-    """Steps that were trained before that epoch."""
+    epoch: int  # the first epoch behind those of the other ranks
+    step: int  # steps that were trained before that epoch
+    # What each source was to give before that epoch, in parts of 1 / ``UNIT`` of a sample or token.
     units: tuple[int, ...]
-    """What each source was to give before that epoch, in parts of 1 / ``UNIT`` of a sample or token."""
 
 
 class Span(NamedTuple):
@@ -169,14 +166,10 @@ class DrawSchedule:
 class Stretch(NamedTuple):
     """Some consecutive steps: what is drawn for them, and how they are planned."""
 
-    samples: Int64Array
-    """Draws, block after block, in random order within each."""
-    blocks: Int64Array
-    """The block of each."""
-    starts: Int64Array
-    """First step of every window, from 0, and the number of steps behind them."""
-    cuts: Int64Array
-    """Where every window begins in the samples, and where the last one ends."""
+    samples: Int64Array  # draws, block after block, in random order within each
+    blocks: Int64Array  # the block of each
+    starts: Int64Array  # first step of every window, from 0, and the number of steps behind them
+    cuts: Int64Array  # where every window begins in the samples, and where the last one ends
     rules: Rules
 
 

@@ -19,14 +19,11 @@ from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError, integer, kind
 from omnibal.records import explain
 
-Unit = Literal["samples", "target_tokens", "llm_tokens"]
-"""What shares of a mixture count."""
+Unit = Literal["samples", "target_tokens", "llm_tokens"]  # what shares of a mixture count
 
-Method = Literal["balanced", "isf", "random"]
-"""How samples are packed and arranged."""
+Method = Literal["balanced", "isf", "random"]  # how samples are packed and arranged
 
-Oversized = Literal["alone", "error", "drop"]
-"""What becomes of a sample that exceeds a limit on its own."""
+Oversized = Literal["alone", "error", "drop"]  # what becomes of a sample that exceeds a limit on its own
 
 DEFAULT_COST: Final = CostModel(llm_tokens=24576, llm_tokens_squared=1)
 """Forward operations of a decoder layer with 4096 hidden units and a fourfold MLP, 24 h² l + 4 h l², over 4 h."""
@@ -37,10 +34,10 @@ EXCHANGE_STEPS: Final = 64  # more have not made steps more alike
 MOST_EXCHANGE_STEPS: Final = 2**20
 MOST_STEP_PACKS: Final = 2**24
 """Packs of a step: planners hold a few numbers for each, and no cluster runs as many."""
+# What fields of ``PackingSpec.fingerprint`` belong to, for messages.
 OF: Final = MappingProxyType(
     {"limits": " of a pack", "num_samples": " of the dataset", "content_hash": " of the samples' lengths"}
 )
-"""What fields of ``PackingSpec.fingerprint`` belong to, for messages."""
 MOST_NAMED: Final = 10  # samples, or sources, that a message names
 
 

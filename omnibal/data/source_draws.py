@@ -111,7 +111,6 @@ class SourceDraws:
         return found
 
     def samples(self, source: int, first: int, last: int) -> Int64Array:
-        """The samples of draws ``first`` … ``last`` − 1 of a source."""
         parts, size = [np.zeros(0, dtype=np.int64)], int(self._decks[source])
         while first < last:
             deck, begin = divmod(first, size)
@@ -147,10 +146,9 @@ class SourceDraws:
 class SourceRates(NamedTuple):
     """What a sample of each source asks of packs by one load, weighed in several ways, shape (sources, ways)."""
 
-    mean: FloatArray
-    """Packs per sample."""
+    mean: FloatArray  # packs per sample
+    # Variance of a sample's packs around those that its share of what the source is to give asks for.
     variance: FloatArray
-    """Variance of a sample's packs around those that its share of what the source is to give asks for."""
 
 
 class PackRates:

@@ -252,7 +252,6 @@ class _StepSearch:
         return holds_vision and holds_sound and limits.llm_tokens >= (1 - KEPT) * self.batch_tokens
 
     def fits(self, limits: PackLimits) -> bool:
-        """Whether a rank has room for the largest micro-batch."""
         return self._lacking_bytes(limits) <= 0
 
     def _lacking_bytes(self, limits: PackLimits) -> float:
@@ -264,12 +263,10 @@ class _StepSearch:
 
 
 def planned_with(limits: PackLimits) -> PackLimits:
-    """What padded batches of these limits are planned with."""
     return PackLimits(*(max(int(PLANNED_SHARE * most), 1) for most in (limits.vision_units, limits.llm_tokens)))
 
 
 def _of_planned(planned: PackLimits) -> PackLimits:
-    """The limits of padded batches that are planned with these."""
     return PackLimits(*(math.ceil(most / PLANNED_SHARE) for most in (planned.vision_units, planned.llm_tokens)))
 
 

@@ -21,6 +21,7 @@ from omnibal.profile.counted import analytic_profile
 
 DivideMethod = Literal["even", "longest_first", "least_squares_within", "padded", "padded_attention", "differencing"]
 
+# Methods for one cost, without limits. ``"even"`` takes several costs and limits, and is not among them.
 METHODS: Final[Mapping[str, Callable[[FloatArray, int], IntArray]]] = MappingProxyType(
     {
         "longest_first": longest_first,  # Algorithm 1 of OrchMLLM
@@ -30,7 +31,6 @@ METHODS: Final[Mapping[str, Callable[[FloatArray, int], IntArray]]] = MappingPro
         "differencing": differencing,  # Karmarkar and Karp
     }
 )
-"""Methods for one cost, without limits. ``"even"`` takes several costs and limits, and is not among them."""
 PARTNERS: Final = 4  # ranks with least of a cost that the rank with most of it tries to exchange with
 EXCHANGES: Final = 8  # at most, per rank
 DIFFERENCING_SIZE: Final = 2**18  # samples x ranks up to which differencing takes at most about 0.2 s
@@ -77,7 +77,7 @@ def divide(
         ...
     omnibal.errors.InfeasibleError: sizes must fit within limits on a rank, got 5 of at most 4 (sample 0)
     """
-    values = _numbers("costs", costs, dimensions=(1, 2))
+    values = _numbers("costs", costs)
     if num_ranks < 1:
         raise ConfigError(f"num_ranks must be at least 1, got {num_ranks}")
     if method != "even":
@@ -104,16 +104,10 @@ def divisions_of_seconds(
 ) -> list[IntArray]:
     """Divide samples in several ways that obey the limits; the caller keeps the one with the shortest step.
 
-    Args:
-        seconds: Seconds of each sample in each phase, (samples, phases); any unit that all phases share will do.
-        num_ranks: Ranks.
-        sizes: What each sample takes of every limit, (samples, limits).
-        limits: The most that a rank may hold, (limits,).
-
-    Returns:
-        The rank of each sample, for each way that found a division: squares of seconds, squares of each phase in parts
-        of its own mean (which evens a short phase too), and, if samples are few, differencing on the sums of phases.
+    ``seconds`` are of each sample in each phase, (samples, phases), ``sizes`` (samples, limits), ``limits`` (limits,).
     """
+    # Ways: squares of seconds; squares of each phase in parts of its own mean, which evens a short phase too; and, if
+    # samples are few, differencing on the sums of phases.
     mean = seconds.sum(axis=0) / num_ranks
     units = [np.full_like(mean, mean.sum())]
     if np.count_nonzero(mean) > 1:
@@ -130,11 +124,11 @@ def divisions_of_seconds(
 def _limited(
     columns: FloatArray, num_ranks: int, sizes: npt.ArrayLike | None, limits: npt.ArrayLike | None
 ) -> tuple[FloatArray, FloatArray]:
-    most = np.zeros(0) if limits is None else _numbers("limits", limits, dimensions=(1,))
+    most = np.zeros(0) if limits is None else _numbers("limits", limits, (1,))
     if sizes is None:
         taken = columns if limits is not None else np.zeros((len(columns), 0))
     else:
-        taken = _columns(_numbers("sizes", sizes, dimensions=(1, 2)))
+        taken = _columns(_numbers("sizes", sizes))
     if taken.shape != (len(columns), len(most)):
         raise ConfigError(
             f"sizes must be of shape ({len(columns)} samples, {len(most)} limits), got {taken.shape}; give limits too"
@@ -150,7 +144,7 @@ def _limited(
     return taken, most
 
 
-def _numbers(name: str, values: npt.ArrayLike, *, dimensions: tuple[int, ...]) -> FloatArray:
+def _numbers(name: str, values: npt.ArrayLike, dimensions: tuple[int, ...] = (1, 2)) -> FloatArray:
     array = finite_sizes(name, values)
     if array.ndim not in dimensions:
         raise ConfigError(f"{name} must have {' or '.join(map(str, dimensions))} dimensions, got shape {array.shape}")
@@ -240,15 +234,9 @@ def _exchange(destination: IntArray, parts: FloatArray, shares: FloatArray, room
 
 @compiled
 def _exchange_best(
-    destination: IntArray,
-    parts: FloatArray,
-    shares: FloatArray,
-    room: FloatArray,
-    loads: FloatArray,
-    held: FloatArray,
-    full: int,
-    partner: int,
-) -> bool:
+    destination: IntArray, parts: FloatArray, shares: FloatArray, room: FloatArray, loads: FloatArray,
+    held: FloatArray, full: int, partner: int,
+) -> bool:  # fmt: skip
     """Make the one exchange between two ranks that lets squares fall most, if any does."""
     num_costs, num_limits = parts.shape[1], shares.shape[1]
     # All pairs of a sample of the full rank, and one of the partner's or -1, where nothing comes back.
@@ -284,8 +272,7 @@ def _exchange_best(
 COUNTED_ON: Final = "A100-80GB"
 """The device whose seconds are counted; only the ratio of the encoder's to the LLM's matters to a division."""
 
-Rows = list[list[IntArray]]
-"""``rows[rank][micro_batch]``: numbers of rollouts."""
+Rows = list[list[IntArray]]  # ``rows[rank][micro_batch]``: numbers of rollouts
 
 
 def balanced_rows(
@@ -299,17 +286,16 @@ def balanced_rows(
 ) -> Rows:
     """Divide rollouts into micro-batches that take all ranks equally long, in the vision encoder and in the LLM.
 
-    All ranks get equally many micro-batches, as few as the budget allows. Ranks run micro-batches of nearest cost at
-    the same time. Of several divisions the one with the shortest step is kept, if ranks wait for the slowest encoder
-    and the slowest LLM of each micro-batch (FSDP, ZeRO 3). Gradients do not depend on the division if the loss is a sum
-    over all ranks' tokens divided by their number. Every rank computes the same division from the same numbers.
+    All ranks get equally many micro-batches, as few as the budget allows, and run those of nearest cost at the same
+    time. Of several divisions the one is kept whose step is shortest if ranks wait for the slowest encoder and LLM of
+    each micro-batch (FSDP, ZeRO 3); every rank finds the same one. Gradients do not depend on it if the loss is a sum
+    over all ranks' tokens divided by their number.
 
     Args:
         lengths: What each rollout brings, prompt and answer together: ``vision_units`` of the prompt's images (tiles,
-            or patches with their ``vision_squared``) and ``llm_tokens``. The answers to one prompt are one entry each.
-        model: What sets the costs: a published model's name (``"Qwen2.5-VL-7B"``), a Hugging Face folder or
-            ``config.json``, a configuration of transformers, a model that has one as ``.config``, or the two
-            ``CostModel`` of encoder and LLM, in one unit.
+            or patches with their ``vision_squared``) and ``llm_tokens``. Each answer to a prompt is a rollout.
+        model: What sets the costs: a model's name (``"Qwen2.5-VL-7B"``), folder or ``config.json``, a configuration or
+            model of transformers, or the two ``CostModel`` of encoder and LLM, in one unit.
         ranks: Data-parallel ranks.
         token_budget: The most tokens that a micro-batch may hold, padding not counted.
         micro_batches: The least number of micro-batches of a rank, where the trainer asks for more than the budget.
@@ -328,10 +314,7 @@ def balanced_rows(
     >>> [[row.tolist() for row in rank] for rank in rows]
     [[[0, 2]], [[1, 3]]]
     """
-    for name, number in (("ranks", ranks), ("token_budget", token_budget), ("micro_batches", micro_batches)):
-        if number < 1:
-            raise ConfigError(f"{name} must be at least 1, got {number}")
-    _check_rollouts(lengths, token_budget)
+    _check_rollouts(lengths, ranks=ranks, token_budget=token_budget, micro_batches=micro_batches)
     costs, tokens = _rollout_costs(lengths, model), lengths.llm_tokens.astype(np.int64)
     fewest = max(micro_batches, ceil(int(tokens.sum()) / (ranks * token_budget)))
     # Rollouts are indivisible, so the fewest micro-batches may not do. One rollout in each always does.
@@ -339,20 +322,25 @@ def balanced_rows(
         places = ranks * number
         if equal_counts and len(lengths) % places:
             continue
-        counts, most = np.ones_like(tokens), len(lengths) // places if equal_counts else len(lengths)
-        sizes, limits = np.stack([tokens, counts], axis=1, dtype=np.float64), np.array([token_budget, most], float)
+        sizes = np.stack([tokens, np.ones_like(tokens)], axis=1, dtype=np.float64)
+        limits = np.array([token_budget, len(lengths) // places if equal_counts else len(lengths)], float)
         found = divisions_of_seconds(costs, places, sizes=sizes, limits=limits)
         dealt = [(place, _deal(place, costs, ranks, number)) for place in found]
         if dealt:
             place, held = min(dealt, key=lambda one: _step_seconds(one[0], one[1], costs))
-            return _rows(place, held)
+            ends = np.bincount(place, minlength=places).cumsum()
+            rollouts = np.split(np.argsort(place, kind="stable"), ends[:-1])
+            return [[rollouts[taken] for taken in rank] for rank in held]
     raise InfeasibleError(
         f"{len(lengths)} rollouts must divide into equal counts of at most {token_budget} tokens, got no such division "
         f"over {ranks} ranks of at least {fewest} micro-batches; raise token_budget or take another number of rollouts"
     )
 
 
-def _check_rollouts(lengths: SampleLengths, token_budget: int) -> None:
+def _check_rollouts(lengths: SampleLengths, *, token_budget: int, **numbers: int) -> None:
+    for name, number in {"token_budget": token_budget, **numbers}.items():
+        if number < 1:
+            raise ConfigError(f"{name} must be at least 1, got {number}")
     if len(lengths) == 0:
         raise DataError("rollouts must be at least one, got none")
     longest, shortest = int(lengths.llm_tokens.argmax()), int(lengths.llm_tokens.argmin())
@@ -374,9 +362,7 @@ def _rollout_costs(lengths: SampleLengths, model: Any) -> FloatArray:
 
 
 def _cost_models(model: Any) -> tuple[CostModel, CostModel]:
-    if isinstance(model, tuple):
-        if len(model) != 2 or not all(isinstance(cost, CostModel) for cost in model):
-            raise ConfigError(f"model must be the two CostModel of encoder and LLM where it is a tuple, got {model!r}")
+    if isinstance(model, tuple) and len(model) == 2 and all(isinstance(cost, CostModel) for cost in model):
         return model
     try:
         costs = sample_costs(analytic_profile(_known(model).records, Device.named(COUNTED_ON)))
@@ -413,9 +399,3 @@ def _step_seconds(place: IntArray, held: IntArray, costs: FloatArray) -> tuple[f
     of_places = np.stack([np.bincount(place, cost, minlength=held.size) for cost in costs.T], axis=1)
     seconds = of_places[held]  # (ranks, micro-batches, phases)
     return float(seconds.max(axis=0).sum()), float(seconds.sum(axis=(1, 2)).max())
-
-
-def _rows(place: IntArray, held: IntArray) -> Rows:
-    ends = np.bincount(place, minlength=held.size).cumsum()
-    rollouts = np.split(np.argsort(place, kind="stable"), ends[:-1])
-    return [[rollouts[taken] for taken in rank] for rank in held]

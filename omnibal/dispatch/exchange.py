@@ -70,7 +70,6 @@ def _exchange(
     moves: Sequence[Rearrangement],
     group: dist.ProcessGroup | None,
 ) -> list[Tensor]:
-    """Send tensors without gradients, or tensors of one dtype, in one all-to-all."""
     # A message to a rank holds tensor after tensor, and of each tensor its samples in ascending order. What is sent is
     # copied once, into that order, and what arrives once, out of it; a single tensor in that order is not copied.
     rank, num_ranks = dist.get_rank(group), moves[0].num_ranks

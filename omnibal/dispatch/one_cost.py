@@ -9,6 +9,7 @@ the lower rank wins.
 """
 
 import heapq
+from bisect import bisect_left
 from math import frexp
 from typing import Final, NamedTuple
 
@@ -62,14 +63,9 @@ def padded(lengths: FloatArray, num_ranks: int) -> IntArray:
     order = np.argsort(lengths, kind="stable")
     ascending = lengths[order].astype(np.int64)
     # The longest has to lie somewhere. With samples spread equally, no rank gets more than the upper bound.
-    least = ascending.max(initial=0)
+    least = int(ascending.max(initial=0))
     enough = least * -(-len(lengths) // num_ranks)
-    while least < enough:
-        tried = (least + enough) // 2
-        if _fill(ascending, tried)[-1] < num_ranks:
-            enough = tried
-        else:
-            least = tried + 1
+    enough = bisect_left(range(enough), True, least, key=lambda tried: _fill(ascending, tried)[-1] < num_ranks)
     destination = np.empty(len(lengths), dtype=np.int64)
     destination[order] = _fill(ascending, enough)[: len(lengths)]
     return destination
@@ -85,7 +81,7 @@ def padded_attention(lengths: FloatArray, num_ranks: int) -> IntArray:
     # 1. The bound: the largest sum of Algorithm 1. 2. Open rank after rank. 3. Deal what is left, the longest first.
     samples = _sorted(lengths, num_ranks)
     sums, destination = np.zeros((2, num_ranks), dtype=np.int64), np.empty(len(lengths), dtype=np.int64)
-    _add_up(samples.keys, samples.bits, _deal(samples, num_ranks), sums[0])
+    _deal(samples, num_ranks, loads=sums[0])
     left = _open(samples.keys, samples.bits, sums[0].max(), sums[1], destination)
     return _deal(samples._replace(keys=samples.keys[:left]), num_ranks, loads=sums[1], destination=destination)
 
@@ -154,18 +150,9 @@ def _sorted(costs: FloatArray, num_ranks: int) -> _SortedCosts:
     # The largest must fit above its sample, and the sum above its rank. A power of two keeps whole numbers whole.
     room = min(BITS - bits - frexp(largest)[1], BITS - (num_ranks - 1).bit_length() - frexp(total)[1] - 1)
     scale = 2.0 ** min(room, LARGEST_POWER)
-    keys = _keys(costs, scale, bits)
+    keys = (np.rint(costs * scale).astype(np.int64) << bits) | np.arange(len(costs) - 1, -1, -1)
     keys.sort()
     return _SortedCosts(keys, bits, scale * largest, scale * total)
-
-
-@compiled
-def _keys(costs: FloatArray, scale: float, sample_bits: int) -> IntArray:
-    """Keys of samples as in ``_SortedCosts``, not sorted: in one pass over the costs, where numpy would need five."""
-    keys = np.empty(len(costs), dtype=np.int64)
-    for sample in range(len(costs)):
-        keys[sample] = (np.int64(np.rint(costs[sample] * scale)) << sample_bits) | (len(costs) - 1 - sample)
-    return keys
 
 
 def _deal(
@@ -188,15 +175,9 @@ def _deal(
 
 @compiled
 def _deal_keys(
-    keys: IntArray,
-    sample_bits: int,
-    loads: IntArray,
-    rank_bits: int,
-    coarse: int,
-    square_bits: int,
-    square_shift: int,
-    destination: IntArray,
-) -> None:
+    keys: IntArray, sample_bits: int, loads: IntArray, rank_bits: int, coarse: int, square_bits: int,
+    square_shift: int, destination: IntArray,
+) -> None:  # fmt: skip
     """Deal the samples of ``keys`` from the end, onto ``loads``; write their ranks to ``destination``.
 
     Ranks are compared by one integer: (load >> coarse, sum of (cost >> square_shift)², rank), from the upper bits down.
@@ -251,12 +232,6 @@ def _fill(ascending: IntArray, bound: int) -> IntArray:
             rank, first = rank + 1, position
         ranks[position] = rank
     return ranks
-
-
-@compiled
-def _add_up(keys: IntArray, sample_bits: int, destination: IntArray, sums: IntArray) -> None:
-    for key in keys:
-        sums[destination[len(keys) - 1 - (key & ((1 << sample_bits) - 1))]] += key >> sample_bits
 
 
 @compiled

@@ -18,9 +18,7 @@ TRIALS: Final = 10_000
 TRIALS_PER_RANK: Final = 20
 """The search tries ``TRIALS + TRIALS_PER_RANK · ranks`` exchanges of two lists: 2 ms at 32 ranks, 13 ms at 2560."""
 TENURE: Final = 3  # rounds for which two exchanged lists stay where they are, so that the search leaves a local optimum
-CANDIDATES: Final = (
-    2  # lists of a rank that a round tries, as a multiple of the ranks of a node: those it holds most of
-)
+CANDIDATES: Final = 2  # lists of a rank that a round tries, those it holds most of: a multiple of a node's ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,12 +105,11 @@ class Rearrangement:
 class NodePlan:
     """Where each list of samples goes, and what that leaves between nodes."""
 
+    # The rank that takes each list, (num_ranks,): ``rank_of[destination]`` replaces a division's destinations.
     rank_of: IntArray
-    """The rank that takes each list, (num_ranks,): ``rank_of[destination]`` replaces a division's destinations."""
+    # The most that a rank sends to other nodes if list r goes to rank r, in the unit of the volumes.
     before: float
-    """The most that a rank sends to other nodes if list r goes to rank r, in the unit of the volumes."""
-    after: float
-    """The most that a rank sends to other nodes as planned; at most ``before``."""
+    after: float  # the most that a rank sends to other nodes as planned; at most ``before``
 
 
 def keep_in_nodes(volumes: Any, ranks_per_node: int) -> NodePlan:
@@ -167,7 +164,6 @@ def _sent(held: csr_array, node_of: IntArray, ranks_per_node: int) -> FloatArray
 
 
 def _search(held: csr_array, ranks_per_node: int) -> IntArray:
-    """The node of each list, by a greedy start and a tabu search from there."""
     num_ranks, entries, lists = held.shape[0], held.tocoo(), held.tocsc()
     by_node = csr_array((entries.data, (entries.col, entries.row // ranks_per_node)), shape=held.shape)
     by_node.sum_duplicates()  # what each node holds of each list, (lists, nodes)
@@ -211,16 +207,9 @@ def _placed(order: IntArray, starts: IntArray, nodes: IntArray, volumes: FloatAr
 
 @compiled
 def _relieve(
-    node_of: IntArray,
-    sent: FloatArray,
-    rank_starts: IntArray,
-    wanted: IntArray,
-    list_starts: IntArray,
-    holders: IntArray,
-    volumes: FloatArray,
-    ranks_per_node: int,
-    trials: int,
-) -> None:
+    node_of: IntArray, sent: FloatArray, rank_starts: IntArray, wanted: IntArray, list_starts: IntArray,
+    holders: IntArray, volumes: FloatArray, ranks_per_node: int, trials: int,
+) -> None:  # fmt: skip
     """Tabu search: in each round the rank that sends most gets one of its lists into its node, for one from there.
 
     Args:
@@ -279,30 +268,17 @@ def _growth(change: FloatArray, sent: FloatArray, here: np.int64, there: np.int6
         for place in range(ranks_per_node):
             now = sent[node * ranks_per_node + place]
             then = now + change[side, place]
-            growth += _power(then / scale) - _power(now / scale)
+            # The power is large enough that the largest rank decides, and small enough that the next ones count.
+            growth += (then / scale) ** 16 - (now / scale) ** 16
             largest = max(largest, then)
     return growth, largest
 
 
 @compiled_part
-def _power(share: float) -> float:
-    """share¹⁶: large enough that the largest rank decides, small enough that the next ones count."""
-    square = share * share
-    fourth = square * square
-    eighth = fourth * fourth
-    return eighth * eighth
-
-
-@compiled_part
 def _write_change(
-    change: FloatArray,
-    come: np.int64,
-    go: np.int64,
-    node_of: IntArray,
-    list_starts: IntArray,
-    holders: IntArray,
+    change: FloatArray, come: np.int64, go: np.int64, node_of: IntArray, list_starts: IntArray, holders: IntArray,
     volumes: FloatArray,
-) -> None:
+) -> None:  # fmt: skip
     """How much more ranks send if two lists exchange nodes: row 0 of the ranks where ``go`` is, row 1 of ``come``."""
     # A list that leaves a node adds what the node's ranks hold of it to what they send; one that comes takes it away.
     change[:] = 0.0

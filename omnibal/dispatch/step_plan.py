@@ -39,18 +39,15 @@ def phase_name(phase: str) -> str:
 class Link:
     """What it takes to exchange samples, measured on the ranks that do."""
 
-    latency_seconds: float
-    """Seconds of an exchange, however little moves."""
-    bytes_per_second: float
-    """Bytes that a rank sends while it receives as many."""
+    latency_seconds: float  # seconds of an exchange, however little moves
+    bytes_per_second: float  # bytes that a rank sends while it receives as many
+    # Of each encoder: the input of one unit, such as the pixels of a tile or patch.
     unit_bytes: Mapping[str, float]
-    """Of each encoder: the input of one unit, such as the pixels of a tile or patch."""
+    # Of each encoder: the features of one token, and their gradients on the way back.
     feature_bytes: Mapping[str, float]
-    """Of each encoder: the features of one token, and their gradients on the way back."""
-    token_bytes: float
-    """Id, label and positions of a text token."""
+    token_bytes: float  # id, label and positions of a text token
+    # Whether ranks wait for each other between phases even where nothing moves, as under ZeRO 3 and FSDP.
     phases_meet: bool = True
-    """Whether ranks wait for each other between phases even where nothing moves, as under ZeRO 3 and FSDP."""
 
     def _exchange(self, traffic: Sequence[FloatArray | None]) -> float:
         """Seconds of one exchange: those of the rank that sends or receives most; 0 where nothing moves."""
@@ -135,15 +132,14 @@ class Costs:
 class StepPlan:
     """Where the samples of a micro-batch go, on all ranks. Every rank makes the same plan from the same numbers."""
 
+    # Each of ``columns(encoders)``, (samples,), over all ranks; other columns may stand beside them.
     sizes: Mapping[str, IntArray]
-    """Each of ``columns(encoders)``, (samples,), over all ranks; other columns may stand beside them."""
+    # From where samples were drawn to where each encoder works on them, by its name, and the LLM, ``"llm"``.
     moves: Mapping[str, Rearrangement]
-    """From where samples were drawn to where each encoder works on them, by its name, and the LLM, ``"llm"``."""
     costs: Costs
-    total_targets: float
-    """Target tokens of the whole step: of all its micro-batches."""
+    total_targets: float  # target tokens of the whole step: of all its micro-batches
+    # With a link, of each phase: seconds of computing that its move saves, and seconds that its exchanges take.
     weighed: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """With a link, of each phase: seconds of computing that its move saves, and seconds that its exchanges take."""
 
     @cached_property
     def features(self) -> dict[str, Rearrangement]:
@@ -207,10 +203,9 @@ def plan_step(
 @dataclass(frozen=True, eq=False)
 class _Phase:
     told: PhaseCosts
-    loads: Mapping[str, FloatArray]
-    """What each sample brings, by the names of ``Load``, (samples,)."""
+    loads: Mapping[str, FloatArray]  # what each sample brings, by the names of ``Load``, (samples,)
+    # What the phase works on, and what its limit counts: a column of the loads, whose squares are ``squared``.
     units: str
-    """What the phase works on, and what its limit counts: a column of the loads, whose squares are ``squared``."""
     squared: str
 
     @property

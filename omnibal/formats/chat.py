@@ -97,12 +97,12 @@ def read_conversation(record: Mapping[str, Any], root: Path, *, strict: bool = T
     for key in PREFERENCE_KEYS:
         if record.get(key) is not None:
             raise DataError(f"sample must be for supervised training, got preferences ({key!r})")
-    videos = _named_clips(record, VIDEO_KEYS)
+    videos = _named(record, VIDEO_KEYS)
     is_frames = len(videos) > 1 and all(str(name).lower().endswith(FRAME_FILES) for name in videos)
     named: Named = {
         VIDEO_MARK: [videos] if is_frames else videos,
-        SOUND_MARK: _named_clips(record, SOUND_KEYS),
-        IMAGE_MARK: _named_images(record),
+        SOUND_MARK: _named(record, SOUND_KEYS),
+        IMAGE_MARK: _named(record, IMAGE_KEYS),
     }
     names_images = bool(named[IMAGE_MARK])
     turns = []
@@ -156,18 +156,11 @@ def _marked(turns: list[Turn], mark: str, count: int, *, strict: bool) -> list[T
     return turns
 
 
-def _named_clips(record: Mapping[str, Any], keys: Sequence[str]) -> list[Any]:
-    given = [record[key] for key in keys if record.get(key)]
-    if len(given) > 1:
-        raise DataError(f"sample must name its {keys[-1]} under one key, got {' and '.join(keys)}")
-    return _listed(given[0]) if given else []
-
-
-def _named_images(record: Mapping[str, Any]) -> list[Any]:
-    given = {key: _listed(record[key]) for key in IMAGE_KEYS if record.get(key)}
+def _named(record: Mapping[str, Any], keys: Sequence[str]) -> list[Any]:
+    given = {key: _listed(record[key]) for key in keys if record.get(key)}
     named = next(iter(given.values()), [])
     if any(other != named for other in given.values()):
-        raise DataError(f"sample must name its images under one key, got different ones under {' and '.join(given)}")
+        raise DataError(f"sample must name its {keys[1]} under one key, got different ones under {' and '.join(given)}")
     return list(named)
 
 
@@ -235,7 +228,7 @@ def _turn(turn: Any, where: str, *, strict: bool) -> tuple[str, str, Any]:
 
 
 def _content(content: Any, where: str, *, names_in_text: bool, strict: bool) -> tuple[str, Named]:
-    """Text with a mark for each image, video and sound that the turn itself names, and these."""
+    """Text with a mark for each file that the turn itself names, and these files."""
     found: Named = {IMAGE_MARK: [], VIDEO_MARK: [], SOUND_MARK: []}
     if isinstance(content, str):
         found[IMAGE_MARK] = NAMED_IMAGE.findall(content) if names_in_text else []

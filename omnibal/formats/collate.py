@@ -91,12 +91,11 @@ class MropeRule:
 
     image_token_id: int
     merge_size: int
-    video_token_id: int | None = None
-    """None where positions of the model's videos are not known here."""
+    video_token_id: int | None = None  # None where positions of the model's videos are not known here
+    # Of Qwen2.5-VL, whose times are seconds; elsewhere temporal slices count by one.
     tokens_per_second: float | None = None
-    """Of Qwen2.5-VL, whose times are seconds; elsewhere temporal slices count by one."""
+    # Whether each temporal slice of a video stands by itself, as in Qwen3-VL, where its time is written before it.
     separate_slices: bool = False
-    """Whether each temporal slice of a video stands by itself, as in Qwen3-VL, where its time is written before it."""
 
     @classmethod
     def of(cls, config: Any) -> "MropeRule":

@@ -238,7 +238,6 @@ class ModelFormat:
         return decoded
 
     def _refuse_image_tokens(self, conversation: Conversation) -> None:
-        """Raise a ``ValueError`` where a text holds the token that stands for images, videos or sounds."""
         tokens = [self.image_token, *([self.videos.token] if conversation.videos else [])]
         tokens += [self.sounds.token] if conversation.sounds else []
         for turn in conversation.turns:
@@ -365,7 +364,6 @@ class _Tensor(NamedTuple):
 
 
 def _tensor(folder: Path, end: str) -> _Tensor | None:
-    """The tensor whose name has an end, as a safetensors header says."""
     files = [folder / SINGLE_FILE]  # which transformers takes before shards, too
     if not files[0].is_file():
         index = folder / INDEX_FILE

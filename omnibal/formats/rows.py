@@ -263,16 +263,16 @@ def tar_samples(path: Path, begin: int = 0) -> Iterator[tuple[int, str, Callable
     """
     with _open_tar(path, begin) as (tar, members):
         for sample in _samples(path, members):
-            yield _end(sample[-1]), _key_of(sample[0]), partial(_contents, tar, sample)
+            yield _end(sample[-1]), _key_and_kind(sample[0])[0], partial(_contents, tar, sample)
 
 
 def _samples(path: Path, members: Iterable[tarfile.TarInfo]) -> Iterator[list[tarfile.TarInfo]]:
     """The members of each sample, which stand side by side; refused if those of one sample stand in two places."""
     seen: dict[int, frozenset[str]] = {}  # kinds of the members of each name so far
     sets: dict[frozenset[str], frozenset[str]] = {}
-    for key, found in groupby(members, key=_key_of):
+    for key, found in groupby(members, key=lambda member: _key_and_kind(member)[0]):
         sample = list(found)
-        kinds = frozenset(_key_and_kind(member.name)[1] for member in sample)
+        kinds = frozenset(_key_and_kind(member)[1] for member in sample)
         before = seen.get(hash(key), kinds)
         if not before & kinds:
             raise DataError(
@@ -312,7 +312,7 @@ def _is_packed(path: Path) -> bool:
 
 
 def _contents(tar: tarfile.TarFile, members: Sequence[tarfile.TarInfo]) -> dict[str, bytes]:
-    return {_key_and_kind(member.name)[1]: tar.extractfile(member).read() for member in members}  # type: ignore[union-attr]
+    return {_key_and_kind(member)[1]: tar.extractfile(member).read() for member in members}  # type: ignore[union-attr]
 
 
 def _end(member: tarfile.TarInfo) -> int:
@@ -320,13 +320,9 @@ def _end(member: tarfile.TarInfo) -> int:
     return member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
 
 
-def _key_of(member: tarfile.TarInfo) -> str:
-    return _key_and_kind(member.name)[0]
-
-
-def _key_and_kind(name: str) -> tuple[str, str]:
+def _key_and_kind(member: tarfile.TarInfo) -> tuple[str, str]:
     """``folder/000.left.jpg`` is the member ``left.jpg`` of the sample ``folder/000``."""
-    folder, slash, base = name.rpartition("/")
+    folder, slash, base = member.name.rpartition("/")
     stem, _, kind = base.partition(".")
     return folder + slash + stem, kind.lower()
 

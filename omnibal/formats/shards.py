@@ -10,7 +10,6 @@ positive number: 0.5 takes the first half of the file and 2.5 the file twice and
 does for fractions below one and for whole numbers.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -24,7 +23,7 @@ from omnibal.errors import ConfigError, DataError
 from omnibal.formats.chat import Conversation, read_conversation
 from omnibal.formats.files import TableRows, is_table, open_rows
 from omnibal.formats.rows import Rows, is_tar
-from omnibal.records import load_json
+from omnibal.records import load_json, once
 
 KEYS: Final = ("root", "annotation", "repeat_time", "length", "max_dynamic_patch", "data_augment")
 MOST_REPEATED: Final = 10_000
@@ -171,7 +170,7 @@ def _is_meta(path: Path) -> bool:
 
 def _read_meta(meta: Path) -> list[AnnotationFile]:
     try:
-        datasets = load_json(meta, object_pairs_hook=_without_repetition)
+        datasets = load_json(meta, object_pairs_hook=once)
     except (OSError, ValueError) as error:
         raise DataError(f"meta must be a readable JSON file, got {meta} ({error})") from error
     if not datasets:
@@ -202,15 +201,6 @@ def _read_entry(meta: Path, name: str, entry: Any) -> AnnotationFile:
         raise refuse("data_augment", "be false: images are not augmented", "true")
     annotation, root = _resolve(meta, entry["annotation"]), _resolve(meta, entry["root"])
     return AnnotationFile(name, annotation, root, max_tiles, repeat, entry.get("length"), meta)
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; of equal keys all but the last would be lost."""
-    times = Counter(key for key, _ in pairs)
-    repeated = [key for key, number in times.items() if number > 1]
-    if repeated:
-        raise ValueError(f"{repeated[0]!r} occurs {times[repeated[0]]} times; give each its own name")
-    return dict(pairs)
 
 
 def _resolve(meta: Path, path: str) -> Path:

@@ -12,8 +12,7 @@ from omnibal.errors import ConfigError, said
 from omnibal.formats.chat import IMAGE_MARK, Conversation
 
 PROBE = "probe"
-IGNORED = -100
-"""Label of a token that carries no loss, as in transformers."""
+IGNORED = -100  # label of a token that carries no loss, as in transformers
 
 Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]

@@ -61,7 +61,6 @@ class Report:
 
     @cached_property
     def headline(self) -> str:
-        """The answer: what is gained over the best settings and over today."""
         advice = self.advice
         if not advice.adopted:
             return f"leave it as it is: nothing brings more than the estimate's error; {self._over_settings}"
@@ -73,7 +72,6 @@ class Report:
 
     @property
     def _memory(self) -> list[str]:
-        """What the fullest rank holds, today and with the advice."""
         if not self.advice.adopted:
             return []
         now, then = (f"{estimate.peaks[0] / GIB:.1f}" for estimate in (self.advice.today, self.advice.after))

@@ -57,7 +57,6 @@ def lines(found: Sequence[MeasuredWay]) -> list[str]:
 
 
 def show(found: Sequence[MeasuredWay]) -> None:
-    """Print the table."""
     console = Console(markup=False)  # also of cells: what users call ways may look like tags
     table = table_of(found)
     if not console.is_terminal:

@@ -21,13 +21,13 @@ NAMES: Final[Mapping[Kind, str]] = {
     "spread": "spread ViT", "units": "units",
 }  # fmt: skip
 """Of rows of the table."""
+# Where the devices' time goes, alike for all kinds, and what candidates call it.
 CAUSES: Final[Mapping[str, tuple[str, ...]]] = {
     "useful": ("useful",),
     "waits": ("waits", "bubbles, transfers, sums of gradients"),
     "recomputation": ("recomputation",),
     "communication": ("communication", "tensor ranks"),
 }
-"""Where the devices' time goes, alike for all kinds, and what candidates call it."""
 NONE_FITS: Final = "winner: none, no layout fits these devices"
 
 
@@ -35,10 +35,8 @@ NONE_FITS: Final = "winner: none, no layout fits these devices"
 class LayoutReport:
     answer: LayoutAnswer
     scenario: Scenario
-    today: float | None = None
-    """Samples a second today; None where nothing runs."""
-    best: Way | None = None
-    """The cheapest alternative to all of them: what settings of a trainer bring."""
+    today: float | None = None  # samples a second today; None where nothing runs
+    best: Way | None = None  # the cheapest alternative to all of them: what settings of a trainer bring
 
     @property
     def not_weighed(self) -> list[str]:

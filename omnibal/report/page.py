@@ -45,12 +45,9 @@ SHOWN: Final = 48  # micro-batches whose ranks are drawn, from the middle of the
 
 @dataclass(frozen=True)
 class PlanPart:
-    variants: tuple[Variant, ...]
-    """From random batches to the plan."""
-    others: tuple[Way, ...]
-    """What is done today, if that is not the plan, and the cheapest alternative."""
-    largest: Load
-    """A micro-batch that none within the plan's limits exceeds."""
+    variants: tuple[Variant, ...]  # from random batches to the plan
+    others: tuple[Way, ...]  # what is done today, if that is not the plan, and the cheapest alternative
+    largest: Load  # a micro-batch that none within the plan's limits exceeds
 
     @property
     def plan(self) -> Plan:

@@ -29,8 +29,7 @@ SERIES: Final = (BLUE, ORANGE, GREEN, PINK, SKY, VERMILION, "#F0E442", "#8C6BB1"
 GIB: Final = 2**30
 MIB: Final = 2**20
 
-Row = Mapping[str, Any]
-"""Figures by name, as JSON values."""
+Row = Mapping[str, Any]  # figures by name, as JSON values
 Column = tuple[str, str | Callable[[Row], str]]
 """Head, and a form to fill with a row's figures or what makes the cell of a row."""
 
@@ -114,7 +113,6 @@ def table_of(rows: Iterable[Row], columns: Sequence[Column], *, words: int = 1) 
 
 
 def scaled(name: str, unit: float, form: str = ",.1f") -> Callable[[Row], str]:
-    """What makes cells of a figure in multiples of a unit."""
     return lambda row: format(row[name] / unit, form)
 
 

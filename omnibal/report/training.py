@@ -48,29 +48,22 @@ Loss = Annotated[float, AfterValidator(_possible_loss)]
 
 
 class StepRecord(TypedDict):
-    step: Count
-    """Steps done."""
-    epoch: Count
-    """The epoch of the step, from 0."""
-    loss: Loss
-    """Mean loss of a target token."""
-    learning_rate: Finite
-    """The learning rate after the step."""
+    step: Count  # steps done
+    epoch: Count  # the epoch of the step, from 0
+    loss: Loss  # mean loss of a target token
+    learning_rate: Finite  # the learning rate after the step
     seconds: Finite
+    # Of these, how long the slowest rank waited for the step's packs to be read.
     data_seconds: NotRequired[Finite]
-    """Of these, how long the slowest rank waited for the step's packs to be read."""
     samples: Count
     llm_tokens: Count
-    balance: dict[str, Finite]
-    """Mean over largest load of the step's packs, for each kind of load."""
-    device: NotRequired[str]
-    """What rank 0 ran on; in a run's first line, and in the first one after it went on."""
+    balance: dict[str, Finite]  # mean over largest load of the step's packs, for each kind of load
+    device: NotRequired[str]  # what rank 0 ran on; in a run's first line, and in the first one after it went on
+    # For each source of a mixture the share that was asked for, and the one that the step holds.
     shares: NotRequired[dict[str, tuple[Finite, Finite]]]
-    """For each source of a mixture the share that was asked for, and the one that the step holds."""
+    # What becomes of a stream's samples over a limit, and how many of them the run has met so far.
     oversized: NotRequired[dict[Oversized, Count]]
-    """What becomes of a stream's samples over a limit, and how many of them the run has met so far."""
-    left_out: NotRequired[Count]
-    """Samples that were left out of the step, as they cannot be read."""
+    left_out: NotRequired[Count]  # samples that were left out of the step, as they cannot be read
 
 
 class EvaluationRecord(TypedDict):
@@ -127,17 +120,13 @@ class MetricsLog:
         self._device = device
         self._rates: dict[str, float] = {}
         with reporting(f"cleaning of {path}"):
-            self._keep_lines_to(first_step)
-
-    def _keep_lines_to(self, first_step: int) -> None:
-        path = self.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        # A run that was killed may have left half a line; steps after the first one will be trained again.
-        whole = (line for line in lines if line.endswith("}\n"))
-        beside = path.with_suffix(".partial")  # a disk that is full must not cost the old lines
-        beside.write_text("".join(line for line in whole if json.loads(line)["step"] <= first_step))
-        beside.replace(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+            # A run that was killed may have left half a line; steps after the first one will be trained again.
+            whole = (line for line in lines if line.endswith("}\n"))
+            beside = path.with_suffix(".partial")  # a disk that is full must not cost the old lines
+            beside.write_text("".join(line for line in whole if json.loads(line)["step"] <= first_step))
+            beside.replace(path)
 
     def training_step(self, **record: Unpack[StepRecord]) -> str:
         """Log a training step, and render it as a progress bar's line; rates are smoothed over the last steps."""

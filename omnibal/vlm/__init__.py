@@ -119,7 +119,7 @@ class Answerer:
         from transformers import AutoModelForImageTextToText
 
         self._format = ModelFormat(folder)
-        self._model = _whole(AutoModelForImageTextToText, Path(folder)).to(_usable(device)).eval()
+        self._model = _whole(AutoModelForImageTextToText, Path(folder)).to(usable_device(device)).eval()
 
     def answer(self, question: str, images: Sequence[Picture] = (), *, max_new_tokens: int = 64) -> str:
         """The likeliest answer, token by token; a question without ``<image>`` has its images before it."""
@@ -177,7 +177,7 @@ def _whole(model_class: Any, folder: Path) -> Any:
     return model
 
 
-def _usable(device: str) -> torch.device:
+def usable_device(device: str) -> torch.device:
     try:
         torch.empty(1, device=device).cpu()  # "meta" exists and holds nothing
         return torch.device(device)

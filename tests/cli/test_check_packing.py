@@ -16,5 +16,8 @@ def test_a_folder_without_weights_is_checked(omnibal, tmp_path, family, kind):
     assert found["is_exact"] == (kind is None)
 
 
-def test_a_folder_without_a_model_is_refused(refusal, tmp_path):
+def test_wrong_arguments_are_refused(refusal, tmp_path):
     assert "folder must be" in refusal("check-packing", tmp_path)
+    models.small_config("qwen3_vl").save_pretrained(tmp_path)
+    line = refusal("check-packing", tmp_path, "--device", "cuda:99")
+    assert line.startswith("device must be one that torch can use here, got 'cuda:99'")

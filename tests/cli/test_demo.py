@@ -1,11 +1,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
-from omnibal.demo import write_demo
-from omnibal.errors import ConfigError
-
 
 def test_it_says_where_everything_is(omnibal, tmp_path):
     written = json.loads(omnibal("demo", tmp_path / "data", "--samples", 40, "--held-out", 20, "--json").stdout)
@@ -26,8 +21,3 @@ def test_a_folder_with_something_in_it_is_not_written_into(refusal, tmp_path):
     line = refusal("demo", tmp_path)
     assert line == f"folder must be empty or not exist yet, got {tmp_path} with mine.txt in it"
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-
-
-def test_a_seed_below_zero_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="seed must not be negative, got -5"):
-        write_demo(tmp_path, samples=20, held_out=20, seed=-5)

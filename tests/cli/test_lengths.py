@@ -117,8 +117,8 @@ def test_what_cannot_be_written_is_refused_before_anything_is_measured(refusal, 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{meta}", "out"], "--model must name the model's folder, got nothing: {meta} is a dataset"),
-        (["{meta}", "--model", "{model}"], "out must name a folder for the lengths, got none: {meta} is no ds_config"),
+        (["{meta}", "out"], "got nothing; type omnibal lengths {meta} out --model MODEL_FOLDER"),
+        (["{meta}", "--model", "{model}"], "got none; type omnibal lengths {meta} runs/lengths --model {model}"),
         (["{lengths}", "out", "--model", "{model}"], "--model must be left out here, got {model}: {lengths} holds"),
         (
             ["{config}", "--max-tiles", "3"],

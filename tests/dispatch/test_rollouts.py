@@ -138,7 +138,7 @@ def test_patches_that_attend_to_a_whole_image_cost_more():
         (SampleLengths([0], [5]), {"ranks": 0}, ConfigError, "ranks must be at least 1, got 0"),
         (SampleLengths([0], [5]), {"model": "no-such"}, ConfigError, "model must be a known name, a Hugging Face"),
         (SampleLengths([0], [5]), {"model": 5}, ConfigError, "model must be a name, a folder, .*, got int; or give"),
-        (SampleLengths([0], [5]), {"model": (1, 2)}, ConfigError, "model must be the two CostModel of encoder and"),
+        (SampleLengths([0], [5]), {"model": (1, 2)}, ConfigError, "model must be a name, .* got tuple; or give the"),
     ],
 )  # fmt: skip
 def test_refusals(given_lengths, options, error, message):

@@ -84,7 +84,7 @@ def test_advice_takes_what_training_refuses():
         ({"prompt": [], "chosen": [{"role": "user"}]}, r"supervised training, got preferences \('chosen'\)"),
         ({"messages": [], "rejected_response": "b"}, r"supervised training, got preferences \('rejected_response'\)"),
         ({"conversations": [], "kto_tag": False}, r"supervised training, got preferences \('kto_tag'\)"),
-        ({"audios": ["a.wav"], "audio": "a.wav"}, "must name its audios under one key"),
+        ({"audios": ["b.wav"], "audio": "a.wav"}, "must name its audios under one key"),
         (
             {"query": "<audio>?", "response": "a", "audios": ["a.wav", "b.wav"]},
             "one <audio> per audio, got 1 for 2 audio",

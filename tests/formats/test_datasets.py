@@ -254,7 +254,7 @@ def test_pixels_that_cannot_be_decoded_are_named_when_they_are_read(write_datase
         ('{"a": {"root": ".", "annotation": "a.jsonl", "repeat_time": NaN}}', r"a\.repeat_time must be .* got nan"),
         ('{"a": {"root": ".", "annotation": "a.jsonl", "repeat_time": Infinity}}', r"at most 10000, got inf"),
         ('{"a": {"root": ".", "annotation": "a.jsonl", "repeat_times": 2}}', r"repeat_times must be spelt repeat_time"),
-        ('{"a": {"root": ".", "annotation": "a.jsonl"}, "a": {}}', "'a' occurs 2 times; give each its own name"),
+        ('{"a": {"root": ".", "annotation": "a.jsonl"}, "a": {}}', "the key 'a' stands twice"),
     ],
 )
 def test_a_broken_meta_file_is_refused_with_dataset_and_key(tmp_path, model_folder, content, reason):

@@ -199,7 +199,7 @@ def test_forms_of_records_are_read_alike(record, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"video": "a.mp4", "videos": ["a.mp4"]}, "must name its videos under one key"),
+        ({"video": "a.mp4", "videos": ["b.mp4"]}, "must name its videos under one key"),
         ({"video": ["a.mp4", "b.mp4"], "query": "<video>?"}, "one <video> per video, got 1 for 2 video"),
         ({"video": "https://x.org/a.mp4"}, "video must be a path or content, got an address"),
         (

@@ -52,18 +52,12 @@ from omnibal.data.balance.tables import (
     stays_random,
 )
 
-MOST_MEMBERS: Final = 31
-"""Samples of a pack that an exchange looks at: the bits of a mask."""
-SMALL: Final = 4
-"""Samples of a pack of which all subsets are listed: 16."""
-LANES: Final = 8
-"""Subsets that a processor compares at once; lists of them end at a multiple."""
-FAR: Final = np.int32((1 << 31) - 1)
-"""Farther than any two subsets are."""
-WITHIN: Final = 1 << 26
-"""Differences beyond this count as this much, so that sums of several fit into 32 bits."""
-UNEVENNESS_BITS: Final = 12
-"""Bits by which unevenness counts less than what is over a limit, in repairs."""
+MOST_MEMBERS: Final = 31  # samples of a pack that an exchange looks at: the bits of a mask
+SMALL: Final = 4  # samples of a pack of which all subsets are listed: 16
+LANES: Final = 8  # subsets that a processor compares at once; lists of them end at a multiple
+FAR: Final = np.int32((1 << 31) - 1)  # farther than any two subsets are
+WITHIN: Final = 1 << 26  # differences beyond this count as this much, so that sums of several fit into 32 bits
+UNEVENNESS_BITS: Final = 12  # bits by which unevenness counts less than what is over a limit, in repairs
 
 
 class Goal(NamedTuple):
@@ -71,13 +65,11 @@ class Goal(NamedTuple):
 
     vision: Any
     vision_room: Any
-    vision_width: Any
-    """Unsigned, so that one comparison checks what both packs may gain."""
+    vision_width: Any  # unsigned, so that one comparison checks what both packs may gain
     vision_slack: Any
     cost: Any
     token_room: Any
-    token_width: Any
-    """Unsigned, too."""
+    token_width: Any  # unsigned, too
     tokens_over: Any
     other_tokens_over: Any
 

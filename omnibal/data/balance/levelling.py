@@ -25,33 +25,24 @@ from omnibal.data.balance.tables import (
     scrambled,
 )
 
-PASSES: Final = 2
-"""How often packs meet those of other steps and are levelled again within their own."""
+PASSES: Final = 2  # how often packs meet those of other steps and are levelled again within their own
 STEP_ROUNDS, VISION_ROUNDS, GROUP_ROUNDS, HEAVIEST_ROUNDS = 4, 8, 4, 8
 """Rounds in which the packs of a step meet (what is not even by then stays uneven); in which packs of wrong vision
 units meet those of other steps; in which all packs of neighbouring steps meet; the heaviest of a step all others."""
-GAIN: Final = TOLERANCE >> 2
-"""How much nearer an exchange must bring two packs."""
-UNPRODUCTIVE: Final = 3
-"""Rounds end when fewer than one meeting in so many ends with an exchange."""
-MEETINGS: Final = 4
-"""Packs of other steps that one of wrong vision units meets in a round."""
+GAIN: Final = TOLERANCE >> 2  # how much nearer an exchange must bring two packs
+UNPRODUCTIVE: Final = 3  # rounds end when fewer than one meeting in so many ends with an exchange
+MEETINGS: Final = 4  # packs of other steps that one of wrong vision units meets in a round
 LOOKS: Final = 128
 """Packs that one over a limit looks at in the first two rounds of repairs, twice as many in each that follows."""
 HOPELESS: Final = 256
 """Where more than one pack in so many is over a limit after repairs, and more than a few are, none will fit in time."""
-FEW: Final = 4
-"""Packs over a limit that never make a window hopeless."""
-REPAIRS: Final = 16
-"""Exchanges that a repair may try, per pack of the window."""
-PLACE_BITS: Final = 20
-"""Bits of a pack's place in its window."""
-LEVEL, HEAVIEST, EVEN_VISION, REPAIR = range(4)
-"""Ways in which packs meet."""
+FEW: Final = 4  # packs over a limit that never make a window hopeless
+REPAIRS: Final = 16  # exchanges that a repair may try, per pack of the window
+PLACE_BITS: Final = 20  # bits of a pack's place in its window
+LEVEL, HEAVIEST, EVEN_VISION, REPAIR = range(4)  # ways in which packs meet
 NO_SEED: Final = np.uint64(0)
 NOBODY: Final = np.zeros((0, 0), dtype=np.int64)
-ALL_LOADS: Final = -1
-"""Stands for the sum of a pack's loads where a column is asked for."""
+ALL_LOADS: Final = -1  # stands for the sum of a pack's loads where a column is asked for
 
 
 def level_window(tables: Tables, rules: Rules, seed: np.uint64) -> int:
@@ -88,10 +79,9 @@ def center(tables: Tables, rules: Rules, first: bool, last: bool) -> None:
 
     A pack that one sample fills takes no part: nobody can make it lighter, and the others should be alike.
 
-    Args:
-        first: Measure vision load against the mean, too. It keeps its aims after that, which are whole units.
-        last: Set how much load is free. Until then it is levelled with other steps: that keeps packs within the
-            limits, and takes steps that repairs have sorted back to the usual mix.
+    With ``first`` vision load is measured against the mean, too; it keeps its aims after that, which are whole units.
+    With ``last`` free load is set. Until then it is levelled with other steps: that keeps packs within the limits, and
+    takes steps that repairs have sorted back to the usual mix.
     """
     num_encoders = tables.free.shape[1]
     packs = tables.packs.reshape(len(tables.free), rules.step_packs, tables.packs.shape[1])

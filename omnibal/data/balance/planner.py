@@ -14,19 +14,14 @@ from omnibal.data.packing_spec import PackingSpec, Ranks
 from omnibal.data.packs import Packs
 from omnibal.errors import InfeasibleError
 
-WINDOW: Final = 1 << 15
-"""Samples in a window, about: planning them takes some hundredths of a second."""
-BLOCK: Final = 1 << 19
-"""Samples in a block, about: finding its windows takes some hundredths of a second."""
-SURVEY: Final = 1 << 15
-"""Samples that stand for all where these are too many to count."""
+WINDOW: Final = 1 << 15  # samples in a window, about: planning them takes some hundredths of a second
+BLOCK: Final = 1 << 19  # samples in a block, about: finding its windows takes some hundredths of a second
+SURVEY: Final = 1 << 15  # samples that stand for all where these are too many to count
 # Doubled from trial to trial: what is found is at most twice the least margin that would do.
 MARGINS: Final[tuple[float, ...]] = (0.0, *(0.001 * 2**grown for grown in range(17)))
 """Shares of packs that are added until a trial succeeds: samples that do not combine to fill packs need them."""
-ATTEMPTS: Final = 32
-"""Orders of a window's samples that are tried. Nearly always the first one fits."""
-BLOCKS_KEPT: Final = 4
-"""Blocks whose windows are remembered."""
+ATTEMPTS: Final = 32  # orders of a window's samples that are tried. Nearly always the first one fits.
+BLOCKS_KEPT: Final = 4  # blocks whose windows are remembered
 SHUFFLE_ROUNDS: Final = 4
 LEAST_BITS: Final = 10  # on a smaller domain the network does not reach all permutations equally often
 
@@ -153,7 +148,6 @@ class BalancedPacks:
         return True
 
     def _divide(self, num_steps: int) -> None:
-        """Divide steps, and places in the random order, into blocks, and the blocks' steps into windows."""
         blocks = min(blocks_of(self._num_samples), max(num_steps, 1))
         steps = np.arange(blocks + 1) * num_steps // blocks
         # As many samples as the steps before have of all steps; at least one for each of their packs.
@@ -219,7 +213,6 @@ def shuffled(size: int, first: int, last: int, keys: UInt64Array) -> Int64Array:
 
 
 def shuffle_keys(*seed: int) -> UInt64Array:
-    """Keys of a permutation from integers of at least 0."""
     return np.random.SeedSequence(seed).generate_state(SHUFFLE_ROUNDS, np.uint64).astype(np.uint64)
 
 

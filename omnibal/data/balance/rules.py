@@ -18,29 +18,22 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import MOST_ROUNDINGS, rounded_shares
 from omnibal.data.packing_spec import PackingSpec, Ranks
 
-FULL: Final = 1 << 16
-"""A pack's room for the driving load."""
+FULL: Final = 1 << 16  # a pack's room for the driving load
 # Less than RESERVE: what asks for 0.2 % more packs finds them there.
 NOTABLE: Final = 1.002
 """Weights that know which samples do not fit together count where they ask for this many times the volume's packs."""
-RESERVE: Final = 0.0025
-"""Least share of packs beyond the bound: room to move samples."""
-CLOSING: Final = 0.001
-"""Share of packs beyond the bound that is left where chance takes the rest."""
+RESERVE: Final = 0.0025  # least share of packs beyond the bound: room to move samples
+CLOSING: Final = 0.001  # share of packs beyond the bound that is left where chance takes the rest
 SIGMAS: Final = 6
 """Standard deviations of chance that the reserve covers: about one failure in a billion windows."""
-CHUNK: Final = 1 << 20
-"""Samples that are counted at a time."""
+CHUNK: Final = 1 << 20  # samples that are counted at a time
 # Loads are counted in units of which a mean pack's cost holds 2**20 to 2**21, and its vision units three times 2**20:
 # these come in few sizes and are to be even before all else. Sums of any subset stay within 32 bits.
 PACK: Final = 1 << 20
 VISION_PACKS: Final = 3
-MOST_LOAD: Final = 1 << 23
-"""A sample's largest load."""
-TOLERANCE: Final = PACK // 500
-"""A difference in cost that is not worth an exchange: 0.2 % of a pack."""
-REPAIR_ROUNDS: Final = 10
-"""Rounds in which packs over a limit meet others."""
+MOST_LOAD: Final = 1 << 23  # a sample's largest load
+TOLERANCE: Final = PACK // 500  # a difference in cost that is not worth an exchange: 0.2 % of a pack
+REPAIR_ROUNDS: Final = 10  # rounds in which packs over a limit meet others
 PERSISTENCE: Final = 8
 """Rounds of repairs in another attempt, in those of the first: few packs are over a limit then, and soon tried."""
 FEW_UNITS: Final = range(2, 256)
@@ -59,30 +52,19 @@ class Demand(NamedTuple):
     """What all samples ask for; one over a limit counts as if it were at both."""
 
     num_samples: int
-    mean_vision: float
-    """Vision units of a sample."""
-    mean_cost: float
-    """Cost of a sample."""
-    by_tokens: bool
-    """Whether tokens ask for more packs than vision units do: they drive."""
-    by_volume: bool
-    """Whether the driving load is proportional to the size."""
-    shares: Int32Array
-    """Driving load of each size from 0 to the limit, in units of 1 / ``FULL`` of a pack."""
-    driver: float
-    """Packs per sample that the driving load asks for."""
-    other: float
-    """Packs per sample that the other load asks for."""
-    spread: float
-    """Standard deviation of a sample's driving load, relative to the mean."""
-    other_spread: float
-    """The same of the other load's difference from the driving one."""
+    mean_vision: float  # vision units of a sample
+    mean_cost: float  # cost of a sample
+    by_tokens: bool  # whether tokens ask for more packs than vision units do: they drive
+    by_volume: bool  # whether the driving load is proportional to the size
+    shares: Int32Array  # driving load of each size from 0 to the limit, in units of 1 / ``FULL`` of a pack
+    driver: float  # packs per sample that the driving load asks for
+    other: float  # packs per sample that the other load asks for
+    spread: float  # standard deviation of a sample's driving load, relative to the mean
+    other_spread: float  # the same of the other load's difference from the driving one
+    # Units of a sample in each further encoder, by the column of the lengths.
     mean_further: Mapping[str, float] = MappingProxyType({})
-    """Units of a sample in each further encoder, by the column of the lengths."""
-    further: float = 0.0
-    """Packs per sample that the further encoder ask for whose limit is the tightest."""
-    further_spread: float = 0.0
-    """Standard deviation of a sample's units in that encoder, relative to the mean."""
+    further: float = 0.0  # packs per sample that the further encoder ask for whose limit is the tightest
+    further_spread: float = 0.0  # standard deviation of a sample's units in that encoder, relative to the mean
 
     def packs_needed(self, blocks: int, window: int, reserve: float = RESERVE) -> float:
         """Packs for all samples: the bound, and a reserve for what chance makes of the parts that are planned alone.
@@ -104,12 +86,9 @@ class Demand(NamedTuple):
 
 
 def survey(spec: PackingSpec, samples: IntArray | None = None, drawn: IntArray | None = None) -> Demand:
-    """Count what samples ask for.
+    """Count what ``samples`` ask for, by default those of the spec; their packs are counted exactly.
 
-    Args:
-        spec: Lengths, limits and cost.
-        samples: Which samples take part; by default those of the spec. Their packs are counted exactly.
-        drawn: A random part of them that all other figures are known from; None for all of them.
+    All other figures are those of ``drawn``, a random part of them; None for all of them.
     """
     lengths, limits, cost = spec.lengths, spec.limits, spec.pack_cost
     samples = spec.samples if samples is None else samples
@@ -226,34 +205,24 @@ def _weigh(sizes: IntArray, limit: int) -> Weights:
 class Rules(NamedTuple):
     """What all windows of an epoch have in common."""
 
-    step_packs: int
-    """Packs of a step."""
-    num_replicas: int
-    """Packs of a step that run at the same time."""
-    group_steps: int
-    """Consecutive steps that may exchange samples."""
-    most_tokens: int
-    """Tokens that a pack may hold."""
-    token_weight: int
-    """Load of a token."""
+    step_packs: int  # packs of a step
+    num_replicas: int  # packs of a step that run at the same time
+    group_steps: int  # consecutive steps that may exchange samples
+    most_tokens: int  # tokens that a pack may hold
+    token_weight: int  # load of a token
+    # Load of a vision unit, a token, a squared token and a squared vision unit in the cost.
     costs: tuple[float, float, float, float]
-    """Load of a vision unit, a token, a squared token and a squared vision unit in the cost."""
+    # Whether tokens, otherwise vision units, decide how many samples a step has room for: the driving load.
     by_tokens: bool
-    """Whether tokens, otherwise vision units, decide how many samples a step has room for: the driving load."""
-    most_share: int
-    """Driving load that a pack may hold."""
-    share_unit: int
-    """What the driving load of a step should be a multiple of."""
-    whole_vision: bool
-    """Whether a step's vision units should be a multiple of its ranks."""
+    most_share: int  # driving load that a pack may hold
+    share_unit: int  # what the driving load of a step should be a multiple of
+    whole_vision: bool  # whether a step's vision units should be a multiple of its ranks
+    # Whether packs are brought under the limits before they are levelled: where samples hardly fit.
     repair_first: bool
-    """Whether packs are brought under the limits before they are levelled: where samples hardly fit."""
-    repair_rounds: int
-    """Rounds in which packs over a limit meet others."""
-    share_of: Int32Array
-    """Driving load of each size."""
+    repair_rounds: int  # rounds in which packs over a limit meet others
+    share_of: Int32Array  # driving load of each size
+    # For each encoder: load of a unit, units that a pack may hold, load by which packs may differ.
     encoders: Int64Array
-    """For each encoder: load of a unit, units that a pack may hold, load by which packs may differ."""
 
     def for_another_attempt(self) -> "Rules":
         """Rules for samples that did not fit: limits first, and more repairs than trials of a number of steps make."""

@@ -14,8 +14,7 @@ from omnibal.compiled import compiled_part
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
-Integer = Any
-"""An integer of Python or NumPy: compiled code makes no difference."""
+Integer = Any  # an integer of Python or NumPy: compiled code makes no difference
 
 # Loads stand in one order everywhere: cost, tokens, and the load of each encoder. Encoder 0 is the ViT; others, such as
 # one of sound, stand behind it.
@@ -45,18 +44,15 @@ AIM, GAIN_ROOM, GAIN_WIDTH, SLACK, OVER, OTHER_OVER = range(6)
 # thresholds χ² of the tile counts is 1.32 in place of 0.98 where one sample in a hundred has four tiles).
 QUANTILES: Final[tuple[float, ...]] = (1 / 32, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8, 31 / 32)
 DISTINCT_QUANTILES: Final[tuple[float, ...]] = (0, 1 / 2, 3 / 4)
-EVERY: Final = 8
-"""Thresholds are set by every eighth sample; how many samples are below is counted exactly."""
-LEAST_VARIANCE: Final = 1e-9
-"""Of a threshold that all samples or none exceed."""
+EVERY: Final = 8  # thresholds are set by every eighth sample; how many samples are below is counted exactly
+LEAST_VARIANCE: Final = 1e-9  # of a threshold that all samples or none exceed
 MIX_DEVIATION, MOST_MIX_DEVIATION, MIX_SAMPLES = 0.4, 1.0, 30
 """How far an exchange may take a step's mix from that of all samples, where random steps are at 1 on average.
 
 Any step counts as larger by 30 samples: in a small one, a few exchanges are soon as much as chance. But never more than
 random steps are.
 """
-NOWHERE: Final = -1
-"""End of a list of samples."""
+NOWHERE: Final = -1  # end of a list of samples
 MOST_SUBSETS: Final = 64
 """Subsets of a pack that an exchange tries to give away: some microseconds for two packs."""
 
@@ -64,25 +60,18 @@ MOST_SUBSETS: Final = 64
 class Tables(NamedTuple):
     """The samples and packs of consecutive steps that are planned together."""
 
-    samples: Int32Array
-    """A row per sample."""
-    packs: Int64Array
-    """A row per pack, step after step."""
+    samples: Int32Array  # a row per sample
+    packs: Int64Array  # a row per pack, step after step
+    # A row per step: samples that do not exceed each threshold, all samples, and how far the step's mix is from that
+    # of all samples (``mix_deviation``).
     mixes: FloatArray
-    """A row per step: samples that do not exceed each threshold, all samples, and how far the step's mix is from that
-    of all samples (``mix_deviation``)."""
-    usual: FloatArray
-    """What steps' mixes are compared with."""
+    usual: FloatArray  # what steps' mixes are compared with
+    # For each step and encoder, how far above the mean a pack's load may be at no loss: one pack is, anyway.
     free: Int64Array
-    """For each step and encoder, how far above the mean a pack's load may be at no loss: one pack is, anyway."""
-    order: Int64Array
-    """Scratch, (packs,)."""
-    weights: Int64Array
-    """Scratch, (packs,)."""
-    subsets: Int32Array
-    """Scratch, (2, rows, MOST_SUBSETS): the samples and subsets of two packs."""
-    goals: Int64Array
-    """Scratch, (encoders, 6): what a swap should do."""
+    order: Int64Array  # scratch, (packs,)
+    weights: Int64Array  # scratch, (packs,)
+    subsets: Int32Array  # scratch, (2, rows, MOST_SUBSETS): the samples and subsets of two packs
+    goals: Int64Array  # scratch, (encoders, 6): what a swap should do
 
     @classmethod
     def of(cls, samples: Int32Array, packs: Int64Array, mixes: FloatArray, usual: FloatArray) -> "Tables":
@@ -110,7 +99,6 @@ def scrambled(value: Any) -> Any:
 
 @compiled_part
 def prepend(samples: Int32Array, packs: Int64Array, pack: Integer, sample: Integer) -> None:
-    """Link a sample in front of a pack's list."""
     samples[sample, NEXT] = packs[pack, FIRST]
     packs[pack, FIRST] = sample
 

@@ -32,8 +32,7 @@ from omnibal.data.packing_spec import PackingSpec
 from omnibal.data.packs import Packs
 
 SIZE_BITS: Final = 26
-PLACE_BITS: Final = 20
-"""Bits of a sample's vision load plus cost, and of its place in the window."""
+PLACE_BITS: Final = 20  # bits of a sample's vision load plus cost, and of its place in the window
 SHARE_WEIGHT: Final = 64
 """What driving load weighs where it is trimmed beside vision load: a full pack of it 4 ``PACK``, vision units 3.
 
@@ -175,7 +174,6 @@ def _trim(
 
 
 def _deal(samples: Int32Array, order: Int64Array, starts: Int64Array, rules: Rules) -> Tables:
-    """Deal the samples of every step to its packs."""
     num_steps, number = len(starts) - 1, len(samples)
     # Packs hold sums of any number of samples, in 64 bits. Samples' loads have 32: a processor compares eight at once.
     packs = np.zeros((num_steps * rules.step_packs, VISION_OVER_MEAN + 2 * len(rules.encoders)), dtype=np.int64)
@@ -240,13 +238,9 @@ def _running_order(packs: Int64Array, rules: Rules, rng: np.random.Generator) ->
 
 @compiled
 def _list_packs(
-    samples: Int32Array,
-    packs: Int64Array,
-    chosen: Int64Array,
-    order: Int64Array,
-    packed: Int64Array,
+    samples: Int32Array, packs: Int64Array, chosen: Int64Array, order: Int64Array, packed: Int64Array,
     starts: Int64Array,
-) -> None:
+) -> None:  # fmt: skip
     end = 0
     for place in range(len(order)):
         sample = packs[order[place], FIRST]
