@@ -243,15 +243,11 @@ def _train(
     """
     second_step = engine.global_steps + 1
     last_step = run.max_steps or engine.global_steps + engine.loader.steps_left(run.epochs)
-    bar = tqdm(
-        total=last_step,
-        initial=engine.global_steps,
-        disable=log is None,
-        unit="step",
-        dynamic_ncols=True,
-        mininterval=0.1 if sys.stderr.isatty() else LOG_SECONDS,
-    )
     first_step, timed = engine.global_steps, list[tuple[Step, float]]()
+    bar = tqdm(
+        total=last_step, initial=first_step, disable=log is None, unit="step", dynamic_ncols=True,
+        mininterval=0.1 if sys.stderr.isatty() else LOG_SECONDS,
+    )  # fmt: skip
     while engine.global_steps < last_step:
         started, done = perf_counter(), engine.global_steps - first_step
         if done == WARM_UP and engine.resolved.layout.encoder is None:
@@ -300,19 +296,10 @@ def _log_step(engine: OmnibalEngine, log: MetricsLog, bar: tqdm, loss: float, se
     step = engine.last_step
     assert step is not None, "train_batch sets it"
     text = log.training_step(
-        step=engine.global_steps,
-        epoch=step.epoch,
-        loss=loss,
-        learning_rate=engine.get_lr()[0],
-        seconds=seconds,
-        data_seconds=engine.data_seconds,
-        samples=step.num_samples,
-        llm_tokens=step.llm_tokens,
-        balance=step.balance(),
-        shares=dict(step.shares),
-        oversized=dict(step.oversized),
-        left_out=step.left_out,
-    )
+        step=engine.global_steps, epoch=step.epoch, loss=loss, learning_rate=engine.get_lr()[0],
+        seconds=seconds, data_seconds=engine.data_seconds, samples=step.num_samples, llm_tokens=step.llm_tokens,
+        balance=step.balance(), shares=dict(step.shares), oversized=dict(step.oversized), left_out=step.left_out,
+    )  # fmt: skip
     bar.set_postfix_str(text, refresh=False)
     bar.update()
 
@@ -382,7 +369,16 @@ def _due(step: int, every: int) -> bool:
 
 def main() -> None:
     """Train as the command line says; what is wrong is said in one line."""
-    arguments = _arguments()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    begin = parser.add_mutually_exclusive_group()
+    resume = "go on from the run's newest whole checkpoint, or from the one of that name"
+    begin.add_argument("--resume", nargs="?", default=False, const="", metavar="TAG", help=resume)
+    begin.add_argument("--restart", action="store_true", help="delete the run's checkpoints and begin anew")
+    parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
+    deepspeed.add_config_arguments(parser)
+    arguments = parser.parse_args()
+    if arguments.deepspeed_config is None:
+        parser.error("--deepspeed_config must name a ds_config, such as ds_configs/quickstart.json")
     try:
         train(
             arguments.deepspeed_config,
@@ -391,26 +387,6 @@ def main() -> None:
         )
     except OmnibalError as error:
         sys.exit(f"{type(error).__name__}: {error}")
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    begin = parser.add_mutually_exclusive_group()
-    begin.add_argument(
-        "--resume",
-        nargs="?",
-        default=False,
-        const="",
-        metavar="TAG",
-        help="go on from the run's newest whole checkpoint, or from the one of that name",
-    )
-    begin.add_argument("--restart", action="store_true", help="delete the run's checkpoints and begin anew")
-    parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
-    deepspeed.add_config_arguments(parser)
-    arguments = parser.parse_args()
-    if arguments.deepspeed_config is None:
-        parser.error("--deepspeed_config must name a ds_config, such as ds_configs/quickstart.json")
-    return arguments
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from omnibal.cluster import Cluster, Encoder, Layout
+from omnibal.cluster import Cluster, Layout
 from omnibal.config import dtype_of, layout_of, micro_batches_of, read_config, resolve_plan
 from omnibal.config.section import OmnibalSection, RunFiles
 from omnibal.data.lengths import SampleLengths
@@ -22,7 +22,7 @@ from omnibal.data.packing_spec import Mixture
 from omnibal.data.source_draws import typical_lengths
 from omnibal.device import Device
 from omnibal.errors import ConfigError, DataError
-from omnibal.families.base import LayerRecord, vision_unit_of
+from omnibal.families.base import LayerRecord
 from omnibal.families.parts import check_degree
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import check_units
@@ -52,12 +52,9 @@ def _unseen(doing: str) -> Iterator[Say]:
 @dataclass(frozen=True)
 class FoundLengths:
     lengths: SampleLengths
-    origin: str
-    """Name of the folder or file that the lengths come from, for messages."""
-    problems: tuple["Problem", ...] = ()
-    """Items that were left out."""
-    repeat_time: Mixture | None = None
-    """The mixture that a meta file's repetitions make, where each item was measured once."""
+    origin: str  # name of the folder or file that the lengths come from, for messages
+    problems: tuple["Problem", ...] = ()  # items that were left out
+    repeat_time: Mixture | None = None  # what a meta file's repetitions make, where each item was measured once
 
     def __post_init__(self) -> None:
         if not len(self.lengths):
@@ -83,8 +80,7 @@ class Workspace:
 
     config: dict[str, Any]  # without its "omnibal" section
     section: OmnibalSection
-    files: RunFiles | None = None
-    """Where things are kept; None without a ds_config."""
+    files: RunFiles | None = None  # where things are kept; None without a ds_config
     source: object = "the ds_config"  # its name in messages
     overrides: Overrides = Overrides()
     makes: bool = False
@@ -206,7 +202,6 @@ class Workspace:
         }  # fmt: skip
 
     def measured_lengths(self, cache: Path) -> FoundLengths:
-        """Lengths of the samples that are trained on, measured or as a folder has kept them."""
         dataset = self.dataset("train", cache)
         return FoundLengths(dataset.lengths(), str(self.section.data.train), dataset.skipped, dataset.repeat_time())
 
@@ -238,13 +233,6 @@ class Workspace:
         return typical_lengths(found.lengths, found.repeat_time if mixture == "repeat_time" else mixture)
 
     @property
-    def vision_unit(self) -> str:
-        unit = self.lengths.vision_unit
-        if unit != "patches" and self.overrides.lengths is None and self.section.model.path is not None:
-            return vision_unit_of(self.records)
-        return unit
-
-    @property
     def limits(self) -> PackLimits:
         return choose_limits(self.lengths, self.section.packing.vision_units, self.section.packing.llm_tokens)
 
@@ -267,24 +255,11 @@ class Workspace:
             )
         return found
 
-    def layout_on(
-        self,
-        num_devices: int,
-        devices: str,
-        num_layers: int,
-        *,
-        num_stages: int | None = None,
-        num_tensor: int | None = None,
-    ) -> Layout:
+    def layout_on(self, num_devices: int, devices: str, num_layers: int, num_tensor: int | None = None) -> Layout:
         """How the run lies on some devices: stages as asked for, of the plan, or as many as there are devices."""
-        stages, encoder = num_stages or self.section.pipeline.num_stages, self.encoder_on(num_devices)
-        num_tensor = self.num_tensor if num_tensor is None else num_tensor
-        if stages == "auto" and self.named_plan is not None:
-            stages = self.named_plan.num_stages
-        elif stages == "auto" and encoder is not None and encoder.placement == "own":  # one pipeline of all others
-            stages = encoder.num_stages + max(num_devices - encoder.num_devices, 1)
-        elif stages == "auto":
-            stages = num_devices // num_tensor
+        pipeline, named = self.section.pipeline, self.named_plan
+        num_tensor, encoder = num_tensor or self.num_tensor, pipeline.encoder_on(num_devices, named)
+        stages = pipeline.stages_on(num_devices, num_tensor, encoder, named)
         replicas = num_replicas_on(
             num_devices, stages, num_layers=num_layers, num_tensor=num_tensor, devices=devices, encoder=encoder
         )
@@ -295,33 +270,22 @@ class Workspace:
 
     @property
     def num_tensor(self) -> int:
-        asked = self.section.pipeline.num_tensor
-        if asked != "auto":
-            return asked
-        return 1 if self.named_plan is None else self.named_plan.layout.num_tensor
+        return self.section.pipeline.ranks_per_layer(self.named_plan)
 
-    def encoder_on(self, num_devices: int) -> Encoder | None:
-        asked = self.section.pipeline.encoder_on(num_devices)
-        if asked is not None or self.named_plan is None:
-            return asked
-        layout = self.named_plan.layout
-        return Encoder.on_all(num_devices) if layout.is_spread else layout.encoder
-
-    def layout(self, num_stages: int | None = None, cluster: Cluster | None = None) -> Layout:
+    def layout(self, cluster: Cluster | None = None) -> Layout:
         cluster, profile = cluster or self.cluster, self.profile
-        devices, layers = f"devices of the cluster {cluster}", len(profile.layers)
-        return self.layout_on(
-            cluster.num_devices, devices, layers, num_stages=num_stages, num_tensor=profile.num_tensor
-        )
+        devices = f"devices of the cluster {cluster}"
+        return self.layout_on(cluster.num_devices, devices, len(profile.layers), profile.num_tensor)
 
     @cached_property
     def profile(self) -> ModelProfile:
         """What each layer costs: named, kept and still true, or made for the cluster's device."""
-        if self.overrides.profile is not None:
-            if self.files is not None:
-                self._check_profile(self.overrides.profile, is_named=True)
-            return self.overrides.profile
-        return self._kept_profile() or self.make_profile()
+        named = self.overrides.profile
+        if named is None:
+            return self._kept_profile() or self.make_profile()
+        if self.files is not None:
+            self._check_profile(named, is_named=True)
+        return named
 
     def make_profile(self, limits: PackLimits | None = None) -> ModelProfile:
         """Count what layers cost, or measure it for packs of these limits, and keep it."""

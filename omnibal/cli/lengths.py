@@ -113,7 +113,9 @@ def lengths(
         if samples is not None:
             _show(workspace, samples, as_json=as_json)
             return
-        found, unit = workspace.found_lengths, workspace.vision_unit
+        found, unit = workspace.found_lengths, workspace.lengths.vision_unit
+        if unit != "patches" and workspace.section.model.path is not None:
+            unit = vision_unit_of(workspace.records)
     elif kind == "dataset":
         folder = None if images is None else str(images)
         data = DataSection(train=str(source), images=folder, max_tiles=max_tiles, broken=broken or "error")

@@ -76,7 +76,7 @@ def _found_plan(workspace: Workspace) -> Plan | None:
         "sums of gradients": (plan.layout.sums_float32, now.sums_float32),
         "cluster": (plan.cluster, workspace.asked_cluster or plan.cluster),
         "number of stages": (plan.num_stages, pipeline.num_stages),
-        "encoder": (plan.layout.encoder, workspace.encoder_on(plan.layout.num_devices)),
+        "encoder": (plan.layout.encoder, pipeline.encoder_on(plan.layout.num_devices, workspace.named_plan)),
         "schedule": (plan.schedule, pipeline.schedule),
         "samples of a step": (asked.get("global_batch"), workspace.samples_per_step or "auto"),
         "method of packing": (asked.get("method", packing.method), packing.method),
@@ -108,7 +108,7 @@ def request_of(
     request = PlanRequest(
         cluster=workspace.cluster,
         num_stages=num_stages or (None if pipeline.num_stages == "auto" else pipeline.num_stages),
-        encoder=pipeline.encoder_on(workspace.cluster.num_devices),
+        encoder=pipeline.encoder_on(workspace.cluster.num_devices, None),
         global_batch=samples or 1,
         zero_stage=layout.zero_stage,
         accumulate_float32=layout.accumulate_float32,

@@ -83,20 +83,17 @@ def read_config(config: str | Path | dict[str, Any]) -> tuple[dict[str, Any], Om
         raise ConfigError(explain(OmnibalSection, error, "omnibal")) from None
     if section.model.family is not None:
         load_family(section.model.family)
-    section = _located(section, None if isinstance(config, dict) else Path(config).stem)
+    check_learning_rates(deepspeed_config, section.optimizer.learning_rates)
+    # A copy of a ds_config under another name shares neither folder nor plan with the original.
+    run, pipeline = section.run, section.pipeline
+    if not isinstance(config, dict) and "output" not in run.model_fields_set:
+        run = run.model_copy(update={"output": f"runs/{Path(config).stem}"})
+    if pipeline.plan == "auto":
+        pipeline = pipeline.model_copy(update={"plan": str(run.files.plan)})
+    section = section.model_copy(update={"run": run, "pipeline": pipeline})
     defaults = {"output_path": str(section.run.files.monitor), "job_name": section.run.files.folder.name}
     on = {key: value for key in MONITORS if (value := deepspeed_config.get(key, {})).get("enabled", False)}
     return deepspeed_config | {key: defaults | monitor for key, monitor in on.items()}, section
-
-
-def _located(section: OmnibalSection, name: str | None) -> OmnibalSection:
-    # A copy of a ds_config under another name shares neither folder nor plan with the original.
-    run, pipeline = section.run, section.pipeline
-    if name is not None and "output" not in run.model_fields_set:
-        run = run.model_copy(update={"output": f"runs/{name}"})
-    if pipeline.plan == "auto":
-        pipeline = pipeline.model_copy(update={"plan": str(run.files.plan)})
-    return section.model_copy(update={"run": run, "pipeline": pipeline})
 
 
 def check_keys(config: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 from omnibal.cluster import ClusterValue, Encoder
 from omnibal.data.packing_spec import EXCHANGE_STEPS, Mixture, PackingOptions
 from omnibal.pipeline.schedule import ScheduleName
+from omnibal.plan import Plan
 from omnibal.profile.records import Level
 
 Count = Annotated[int, Field(ge=1)]
@@ -175,10 +176,26 @@ class PipelineSection(Section):
     one that `omnibal plan --write` has put into ``run.output``, if any; ``auto``: likewise, and no run begins without
     one."""
 
-    def encoder_on(self, num_devices: int) -> Encoder | None:
+    def encoder_on(self, num_devices: int, plan: Plan | None) -> Encoder | None:
         if isinstance(self.encoder, EncoderSection):
             return Encoder(self.encoder.num_stages, self.encoder.num_replicas)
-        return None if self.encoder is None else Encoder.on_all(num_devices)
+        if self.encoder == "spread" or (plan is not None and plan.layout.is_spread):
+            return Encoder.on_all(num_devices)
+        return None if plan is None else plan.layout.encoder
+
+    def ranks_per_layer(self, plan: Plan | None) -> int:
+        if self.num_tensor != "auto":
+            return self.num_tensor
+        return 1 if plan is None else plan.layout.num_tensor
+
+    def stages_on(self, num_devices: int, num_tensor: int, encoder: Encoder | None, plan: Plan | None) -> int:
+        if self.num_stages != "auto":
+            return self.num_stages
+        if plan is not None:
+            return plan.num_stages
+        if encoder is not None and encoder.placement == "own":  # all other devices are one pipeline
+            return encoder.num_stages + max(num_devices - encoder.num_devices, 1)
+        return num_devices // num_tensor
 
 
 class LearningRates(Section):

@@ -2,7 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from copy import deepcopy
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from omnibal.engine import checkpoint as checkpoints
 from omnibal.engine.checkpoint import BASE_WEIGHTS, SavedFile
+from omnibal.engine.grid import replaced
 from omnibal.engine.loader import Loader
 from omnibal.engine.module import grouping
 from omnibal.engine.resolve import ResolvedRun
@@ -169,7 +170,8 @@ class CheckpointedEngine(TableEngine):
             return SavedFile.of(path, self.global_rank)
 
         try:
-            with _explained(save.unfinished), _replaced_methods(self.checkpoint_engine, save=write_and_look):
+            # DeepSpeed's checkpoint engine writes and reads all files of a checkpoint.
+            with _explained(save.unfinished), replaced(self.checkpoint_engine, save=write_and_look):
                 # What DeepSpeedEngine.save_checkpoint does on each rank, without its barriers, which time out while a
                 # rank writes, and without its file "latest". _save_checkpoint writes this rank's share of the layers
                 # and, on the ranks that DeepSpeed chooses, the engine's state; _save_zero_checkpoint a part of the
@@ -224,7 +226,12 @@ class CheckpointedEngine(TableEngine):
         compare = partial(self.settings.changed_from, saved, with_optimizer=with_optimizer)
 
         def check() -> tuple[dict[str, Any], SavedStates | None]:
-            _check_layout(checkpoint, manifest, layout)
+            for key, value in layout.items():  # or optimizer states would land on other layers
+                if manifest.get(key) != value and key not in _STATE_LAYOUT:
+                    raise ConfigError(
+                        f"{key} must be that of the checkpoint {checkpoint} ({manifest.get(key)}) to resume, got "
+                        f"{value}; to go on under another one, export the checkpoint and start from the exported model"
+                    )
             if with_optimizer:
                 self.settings.check_groups(saved, by_name=bool(moved))
             found = self._check_readable(checkpoint, manifest, with_optimizer, bool(moved))
@@ -282,9 +289,7 @@ class CheckpointedEngine(TableEngine):
         position = deepcopy(opened(Path(of_engine))["sampler"])  # the file is mapped
         states = None
         if with_optimizer and by_name:
-            if (
-                self.zero_round_robin_gradients()
-            ):  # _link_all_hp_params does not know the order in the flat buffers then
+            if self.zero_round_robin_gradients():  # _link_all_hp_params does not know the order in flat buffers then
                 raise ConfigError(
                     "zero_optimization.round_robin_gradients must be false to go on with other stages, replicas or "
                     "ZeRO, got true; DeepSpeed's files then do not say where weights lie"
@@ -302,7 +307,7 @@ class CheckpointedEngine(TableEngine):
         # BF16_Optimizer's state is saved like ZeRO's, in files of its own (_save_zero_checkpoint), but load_checkpoint
         # looks for such files under ZeRO only.
         apart = self.using_bf16_optimizer and not self.zero_optimization()
-        with _replaced_methods(self.checkpoint_engine, load=_load):
+        with replaced(self.checkpoint_engine, load=_load):
             path, state = super().load_checkpoint(
                 str(folder),
                 name,
@@ -363,27 +368,6 @@ class CheckpointedEngine(TableEngine):
         }
         # What is frozen comes first, since a partition may follow from it.
         return (optimizer if with_optimizer else {}) | weights
-
-
-def _check_layout(checkpoint: Path, manifest: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
-    for key, value in layout.items():  # or optimizer states would land on other layers
-        before = manifest.get(key)
-        if before != value and key not in _STATE_LAYOUT:
-            raise ConfigError(
-                f"{key} must be that of the checkpoint {checkpoint} ({before}) to resume, got {value}; "
-                "to go on under another one, export the checkpoint and start from the exported model"
-            )
-
-
-@contextmanager
-def _replaced_methods(checkpoint_engine: Any, **methods: Callable[..., Any]) -> Iterator[None]:
-    """Put functions in the place of methods of DeepSpeed's checkpoint engine, which writes and reads all its files."""
-    vars(checkpoint_engine).update(methods)
-    try:
-        yield
-    finally:
-        for name in methods:
-            delattr(checkpoint_engine, name)
 
 
 def _held(value: Any) -> Any:

@@ -111,14 +111,12 @@ class OmnibalEngine(CheckpointedEngine):
                 pending_bytes=None if plan.predicted is None else [s.pending_bytes for s in plan.predicted.stages],
                 **deepspeed_arguments,
             )
-        self.resolved = resolved
-        self.spare = dict(spare)
+        self.resolved, self.spare = resolved, dict(spare)
         # Before the first step, and before a checkpoint is loaded: both change what the optimizer's groups hold.
         self.settings = Settings.of(
             settings_of(self._config._param_dict, resolved.section), self.basic_optimizer, self.lr_scheduler
         )
-        self.plan = plan
-        self.loader = loader
+        self.plan, self.loader = plan, loader
         self.last_step: Step | None = None
         self._pack_losses: list[Tensor] = []  # of this step's packs, on the last stage
         self.data_seconds = 0.0  # how long the slowest rank waited for its packs of the last step
@@ -166,12 +164,9 @@ class OmnibalEngine(CheckpointedEngine):
             self._check_step(loss, self.skipped_steps - skipped)
             if self.global_rank == 0 and self.monitor.enabled:
                 with reporting("DeepSpeed's monitor"):
-                    self.monitor.write_events(
-                        [
-                            (f"Train/Balance/{name}", value, self.global_samples)
-                            for name, value in step.balance().items()
-                        ]
-                    )
+                    balance = step.balance().items()
+                    events = [(f"Train/Balance/{name}", value, self.global_samples) for name, value in balance]
+                    self.monitor.write_events(events)
             return loss
 
     def _samples_of(self, rank: int, micro_batch: int) -> list[int]:
@@ -190,12 +185,9 @@ class OmnibalEngine(CheckpointedEngine):
         layout = self.resolved.layout
         replica = layout.position(self.global_rank).replica
         sampler = BalancedBatchSampler(
-            lengths,
-            self.plan.limits,
-            num_replicas=layout.num_replicas,
+            lengths, self.plan.limits, num_replicas=layout.num_replicas, micro_batches=self.plan.micro_batches,
             rank=replica % layout.num_replicas,  # encoders read by their share alone
-            micro_batches=self.plan.micro_batches,
-        )
+        )  # fmt: skip
         rules, broken = SampleRules.of(self.module.vlm), self.resolved.section.data.broken
         return self.loader.over(CheckedSamples(dataset, lengths, rules, broken), sampler)
 
@@ -214,7 +206,13 @@ class OmnibalEngine(CheckpointedEngine):
                 # PipelineEngine._next_batch reads from this iterator, on the first and the last stage.
                 with torch.no_grad(), failures_reach_all_ranks(where=self.where), lost_ranks_named(self.where):
                     self.set_dataiterator(iter(self._micro_batches(packs)))
-                    totals += self._forward_only(len(packs) or loader.micro_batches)
+                    # PipelineEngine._exec_forward_pass adds what the module's loss_fn returns to total_loss, on the
+                    # last stage, if _compute_loss is set, as train_batch does.
+                    self.total_loss: Tensor | None = None
+                    self._compute_loss = True
+                    self._run_forward_alone(len(packs) or loader.micro_batches)
+                    if self.total_loss is not None:
+                        totals += self.total_loss.cpu()
         self.module.train()
         self.set_dataiterator(training_iterator)
         # Sums over the last stages of all replicas, which every rank learns: the other stages bring zeros, and of
@@ -223,17 +221,6 @@ class OmnibalEngine(CheckpointedEngine):
         dist.all_reduce(totals)
         loss, targets, exact, samples = totals.tolist()
         return Evaluation(loss / max(targets, 1), exact / max(samples, 1), int(samples))
-
-    def _forward_only(self, micro_batches: int) -> Tensor:
-        """Run one step forward; the sums of the evaluation statistics on the last stage, zeros elsewhere."""
-        # PipelineEngine._exec_forward_pass adds what the module's loss_fn returns to total_loss, on the last stage, if
-        # _compute_loss is set, as train_batch does.
-        self.total_loss: Tensor | None = None
-        self._compute_loss = True
-        with torch.no_grad():
-            self._run_forward_alone(micro_batches)
-        nothing = torch.zeros(len(EVALUATION_STATISTICS), dtype=torch.float64)
-        return nothing if self.total_loss is None else self.total_loss.cpu()
 
     def _next_step(self, loader: Loader, steps: Steps | None = None) -> tuple[Step, list[ReadPack]]:
         """Read a step's packs; each knows what a token weighs among those of the whole step."""
@@ -351,17 +338,13 @@ class OmnibalEngine(CheckpointedEngine):
             self._skipped_in_a_row = 0
             return
         self._skipped_in_a_row += 1
-        last = self.global_steps
-        samples = self._not_finite()
+        last, samples = self.global_steps, self._not_finite()
         effect = "the step is skipped, weights stay" if skipped else "weights took it in"
+        text = f"loss and gradients must be finite, got others in step {last} (loss {value}{samples}); {effect}"
         if self.resolved.section.run.not_finite == "error":
-            raise OmnibalError(
-                f"loss and gradients must be finite, got others in step {last} (loss {value}{samples}); {effect}, and "
-                "omnibal.run.not_finite is 'error'"
-            )
+            raise OmnibalError(f"{text}, and omnibal.run.not_finite is 'error'")
         if self.global_rank == 0:
-            text = "Loss and gradients must be finite, got others in step %d (loss %s%s); %s"
-            LOG.warning(text, last, value, samples, effect)
+            LOG.warning(text)
         if self._skipped_in_a_row == MOST_SKIPPED:
             raise OmnibalError(
                 f"loss and gradients must be finite, got others in each of the last {MOST_SKIPPED} steps (loss {value} "

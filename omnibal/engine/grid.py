@@ -6,7 +6,7 @@ other, the ranks that pass micro-batches to each other are those whose replica i
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from typing import Any
 
@@ -140,32 +140,29 @@ def count_stages_once(optimizer: Any, copies: int) -> None:
         optimizer._model_parallel_all_reduce = once
 
 
-@contextmanager
-def unequal_grids() -> Iterator[None]:
+def unequal_grids() -> AbstractContextManager[None]:
     """Let a PipelineModule that is built inside make an `UnequalGrid`."""
     # PipelineModule.__init__ has no argument for a grid: it calls the class by its module's name.
-    with replaced(pipe_module, PipelineParallelGrid=UnequalGrid):
-        yield
+    return replaced(pipe_module, PipelineParallelGrid=UnequalGrid)
 
 
-@contextmanager
-def no_handshake() -> Iterator[None]:
+def no_handshake() -> AbstractContextManager[None]:
     """Let a PipelineEngine that is built inside send nothing."""
+
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
     # PipelineEngine.__init__ lets neighbouring stages send each other a number by p2p: stage_to_global would let
     # several replicas send to one that receives once.
-    with replaced(p2p, send=_nothing, recv=_nothing):
-        yield
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
+    return replaced(p2p, send=nothing, recv=nothing)
 
 
 @contextmanager
-def replaced(module: Any, **values: Any) -> Iterator[None]:
-    originals = {name: getattr(module, name) for name in values}
-    vars(module).update(values)
+def replaced(holder: Any, **values: Any) -> Iterator[None]:
+    """Put values in the place of what a module, or methods of an object, have under these names."""
+    originals = {name: getattr(holder, name) for name in values}
+    vars(holder).update(values)
     try:
         yield
     finally:
-        vars(module).update(originals)
+        vars(holder).update(originals)

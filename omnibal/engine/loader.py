@@ -300,11 +300,15 @@ def sample_loader(
     lengths = rank_zero_first(lambda: checked_lengths(samples), doing=MEASURES)
     layout = resolved.layout
     replica = position.replica % layout.num_replicas  # an encoder with more replicas reads by its share alone
-    plan, sampler = run_on_all_ranks(lambda: _arrange(workspace, resolved, samples, lengths, replica))
+
+    def arrange() -> tuple[Plan, BalancedBatchSampler, Loader]:
+        plan, sampler = _arrange(workspace, resolved, samples, lengths, replica)
+        checked = CheckedSamples(samples, lengths, SampleRules.of(resolved.vlm), workspace.section.data.broken)
+        return plan, sampler, Loader(reader.feed(checked, sampler), reader, checked)
+
+    plan, sampler, loader = run_on_all_ranks(arrange)
     sampler.verify(gather)
-    broken = workspace.section.data.broken
-    checked = CheckedSamples(samples, lengths, SampleRules.of(resolved.vlm), broken)
-    return plan, run_on_all_ranks(lambda: Loader(reader.feed(checked, sampler), reader, checked))
+    return plan, loader
 
 
 def _arrange(
@@ -345,11 +349,8 @@ def warn_of_long_samples(config: Any, lengths: SampleLengths, limits: PackLimits
         LOG.warning(
             "samples should have at most the model's %d positions, got one of %d tokens, which is trained whole; a "
             "smaller omnibal.data.max_tiles makes samples shorter, omnibal.packing.oversized 'drop' leaves out those "
-            "beyond omnibal.packing.llm_tokens (%d)",
-            positions,
-            longest,
-            limits.llm_tokens,
-        )
+            "beyond omnibal.packing.llm_tokens (%d)", positions, longest, limits.llm_tokens,
+        )  # fmt: skip
 
 
 def warn_of_added_end(samples: Any) -> None:
@@ -382,20 +383,11 @@ def stream_loader(
     # Where the encoder has replicas of its own, these share the packs of a step.
     micro_batches = plan.micro_batches * resolved.layout.num_replicas // resolved.layout.shape(0)[0]
     settings = StreamSettings(
-        limits=plan.limits,
-        micro_batches=micro_batches,
-        buffer=buffer_of(micro_batches),
-        num_steps=num_steps,
-        mixture=data.mixture,
-        seed=packing.seed,
-        oversized=packing.oversized,
-    )
+        limits=plan.limits, micro_batches=micro_batches, buffer=buffer_of(micro_batches), num_steps=num_steps,
+        mixture=data.mixture, seed=packing.seed, oversized=packing.oversized,
+    )  # fmt: skip
     feed = PipelineStreamFeed(
-        sources if isinstance(sources, Mapping) else {"data": sources},
-        settings,
-        layout=resolved.layout,
-        place=position,
-        reader=reader,
-        rules=SampleRules.of(resolved.vlm),
-    )
+        sources if isinstance(sources, Mapping) else {"data": sources}, settings, layout=resolved.layout,
+        place=position, reader=reader, rules=SampleRules.of(resolved.vlm),
+    )  # fmt: skip
     return plan, Loader(feed, reader)

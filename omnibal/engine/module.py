@@ -63,7 +63,8 @@ class VlmPipelineModule(PipelineModule):
         # Every rank needs a parameter to train that counts in the gradient norm: PipelineEngine asserts that it has an
         # optimizer, and BF16_Optimizer cannot take the norm of no gradient. It leaves out copies of an earlier stage's
         # parameters, and on all tensor ranks but the first what is whole on each of them.
-        if not any(p.requires_grad and self._is_counted(p) for p in self.parameters()):
+        own = (p for p in self.parameters() if self.ranks.rank == 0 or getattr(p, COUNTED, False))
+        if not any(p.requires_grad and not getattr(p, PIPE_REPLICATED, False) for p in own):
             self._add_placeholder()
         # The engine sets these: of the pack that forward gets next, counts (if they are known) and, on the last stage,
         # targets_of its labels; and once what is called with a layer's number among numbered_layers and hidden states
@@ -93,10 +94,6 @@ class VlmPipelineModule(PipelineModule):
         # gradient in its graph, and warn in the first backward pass.
         with torch.no_grad():
             super()._synchronize_tied_weights()
-
-    def _is_counted(self, parameter: nn.Parameter) -> bool:
-        is_own: bool = self.ranks.rank == 0 or getattr(parameter, COUNTED, False)
-        return is_own and not getattr(parameter, PIPE_REPLICATED, False)
 
     def _add_placeholder(self) -> nn.Parameter:
         placeholder = nn.Parameter(torch.zeros(1, dtype=self.dtype))
@@ -193,7 +190,11 @@ class VlmPipelineModule(PipelineModule):
         return payload
 
     def _run_layers(self, payload: Payload) -> Payload:
-        exceeds, before = self._exceeds_plan(payload), len(self.encoder)
+        # A pack of one oversized sample may be larger than the recompute levels were chosen for.
+        in_language_model = self.vlm.records[self._local_start].module == "language"  # where tokens decide
+        limits, tiles = self.plan.limits, 0 if in_language_model else len(payload.hidden)
+        exceeds = payload.input_ids.shape[1] > limits.llm_tokens or tiles > max(limits.vision_units, 1)
+        before = len(self.encoder)
         for index, layer in enumerate(self.forward_funcs):
             self._announce(before + index, payload)
             payload = run_layer(layer, payload, "full" if exceeds else self.plan.recompute[self._local_start + index])
@@ -229,13 +230,6 @@ class VlmPipelineModule(PipelineModule):
     def _announce(self, layer: int, payload: Payload) -> None:
         if self.before_layer is not None:
             self.before_layer(layer, payload.hidden)
-
-    def _exceeds_plan(self, payload: Payload) -> bool:
-        """Whether the pack, of one oversized sample, is larger than the recompute levels were chosen for."""
-        in_language_model = self.vlm.records[self._local_start].module == "language"  # where tokens decide
-        tiles = 0 if in_language_model else len(payload.hidden)
-        limits = self.plan.limits
-        return bool(payload.input_ids.shape[1] > limits.llm_tokens or tiles > max(limits.vision_units, 1))
 
     def count(self, batch: Mapping[str, Tensor]) -> PackCounts | None:
         image_tokens = int((batch["input_ids"] == self.vlm.config.image_token_id).sum())

@@ -18,14 +18,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnibal.cluster import Layout
-from omnibal.config import check_batch, check_learning_rates, complete_deepspeed_config, partition_of
+from omnibal.config import check_batch, complete_deepspeed_config, partition_of
 from omnibal.config.section import OmnibalSection
 from omnibal.errors import ConfigError, said
-from omnibal.families.base import TrainedCount, encoder_layers, trained_by_module
+from omnibal.families.base import TrainedCount, trained_by_module
 from omnibal.families.parts import check_degree
 from omnibal.formats.collate import GRIDS
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import schedule_of
+from omnibal.pipeline.times import language_partition
 from omnibal.vlm import load_model
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.workspace import Workspace
@@ -121,9 +122,8 @@ class UserOptimizer:
 
 def resolve(workspace: Workspace, model: Any, num_processes: int) -> ResolvedRun:
     """Load the layers of ``initialize``'s model, and lay them out on so many processes."""
-    # In the order of what each check needs: settings alone, the kind of model, its layers, the processes.
+    # In the order of what each check needs: the kind of model, its layers, the processes.
     section = workspace.section
-    check_learning_rates(workspace.config, section.optimizer.learning_rates)
     source = section.model.path if model is None else model
     if source is None:
         raise ConfigError("model must be given, got none; pass it to initialize or set omnibal.model.path")
@@ -212,12 +212,7 @@ def _check_units(resolved: ResolvedRun, partition: Partition) -> None:
 def _check_spread(resolved: ResolvedRun, partition: Partition) -> None:
     vlm, where = resolved.vlm, "where the encoder is spread"
     _check_exchanged(resolved.config, where)
-    first, stop = encoder_layers(vlm.records), partition.boundaries[1]
-    if stop <= first:
-        raise ConfigError(
-            f"the first stage of the partition must end in the language model, which begins with layer {first}, "
-            f"{where}, got an end before layer {stop}"
-        )
+    language_partition(vlm.records, partition)  # the first stage must end in the language model
     if not set(vlm.image_integers) <= {GRIDS}:
         raise ConfigError(
             f"tiles must be encoded one by one {where}, got {vlm.config.model_type}, which joins the tiles of an image"

@@ -43,21 +43,20 @@ class StageLink(NamedTuple):
 
 def new_link(pairs: Sequence[tuple[int, int]], device: torch.device) -> StageLink | None:
     """The link of this process's pair of ranks, on a GPU None without one; all together, no rank in two ``pairs``."""
-    on_host = gloo_group(dist.group.WORLD)
-    on_device = on_host if device.type == "cpu" else _device_group(pairs, device)
-    return None if on_device is None else StageLink(on_device, on_host)
-
-
-def _device_group(pairs: Sequence[tuple[int, int]], device: torch.device) -> dist.ProcessGroup | None:
     world = dist.group.WORLD
     assert world is not None, "the processes have met"
+    on_host = gloo_group(world)
+    if device.type == "cpu":
+        return StageLink(on_host, on_host)
     # NCCL makes groups of a world that is bound to its devices by splitting it, which all processes do together: all
     # pairs in one split, not one after another. Otherwise only a pair's own processes make its group.
     if world.bound_device_id is not None and world._get_backend(device).supports_splitting:
-        return dist.split_group(split_ranks=[[*pair] for pair in pairs])
-    backend = dist.get_default_backend_for_device(device)
-    groups = [dist.new_group([*pair], backend=backend) for pair in pairs]
-    return next((group for pair, group in zip(pairs, groups, strict=True) if dist.get_rank() in pair), None)
+        on_device = dist.split_group(split_ranks=[[*pair] for pair in pairs])
+    else:
+        backend = dist.get_default_backend_for_device(device)
+        groups = [dist.new_group([*pair], backend=backend) for pair in pairs]
+        on_device = next((group for pair, group in zip(pairs, groups, strict=True) if dist.get_rank() in pair), None)
+    return None if on_device is None else StageLink(on_device, on_host)
 
 
 class Sender:

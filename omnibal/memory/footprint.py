@@ -381,7 +381,7 @@ class SpreadFootprint:
         return tuple(held + self._features(stage) for stage in range(self.schedule.num_stages))
 
     def stages(self, partition: Partition, levels: Sequence[Level]) -> tuple[StageMemory, ...]:
-        behind = language_partition(self.profile, partition)
+        behind = language_partition(self.profile.layers, partition)
         return tuple(self.stage(stage, behind.layers(stage), levels) for stage in range(self.schedule.num_stages))
 
     def stage(self, stage: int, layers: range, levels: Sequence[Level]) -> StageMemory:

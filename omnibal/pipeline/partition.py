@@ -64,16 +64,10 @@ class Partition:
 
     @classmethod
     def uniform(cls, num_layers: int, num_stages: int) -> Partition:
-        """Stages of equally many layers; the first ones hold one more if the number of layers is no multiple.
+        """Stages of equally many layers, or one more in the first ones: DeepSpeed's ``partition_method="uniform"``.
 
-        This is DeepSpeed's ``partition_method="uniform"``.
-
-        Raises:
-            ConfigError: ``num_stages`` is below 1 or above ``num_layers``.
-
-        Example:
-            >>> Partition.uniform(num_layers=10, num_stages=4).boundaries
-            (0, 3, 6, 8, 10)
+        >>> Partition.uniform(num_layers=10, num_stages=4).boundaries
+        (0, 3, 6, 8, 10)
         """
         check_num_stages(num_layers, num_stages)
         size, larger = divmod(num_layers, num_stages)  # the first ``larger`` stages hold one layer more
@@ -209,8 +203,12 @@ def model_optima(pace_seconds: FloatArray, passing_seconds: FloatArray, micro_ba
     #     pace = max(slowest stage, max over s of (Σ passing from stage s on) / (stages - s))
     # For each limit on the pace dynamic programming finds the shortest passage. Limits grow by 1 %, so that the best
     # partition found is within 1 % of the formula's optimum. O(limits × stages × layers²).
-    shortest, loosest = _solve(passing_seconds, True)
-    last_limit = _pace(_follow(loosest), pace_seconds, passing_seconds) * _STEP  # beyond it no passage gets shorter
+    shortest, choices = _solve(passing_seconds, True)
+    loosest = _follow(choices)
+    # Entry k is the round trip over the last k + 1 stages, shared by k + 1 micro-batches in flight.
+    trips = np.cumsum(_costs(loosest, passing_seconds)[::-1]) / np.arange(1, len(loosest))
+    slowest = float(max(_costs(loosest, pace_seconds).max(), trips.max()))
+    last_limit = slowest * _STEP  # beyond it no passage gets shorter
     # No partition has a faster pace: neither its slowest stage nor the round trip that all stages share is shorter.
     limit = max(least_maximum(pace_seconds)[0], shortest / len(pace_seconds))
     best, found = np.inf, dict[Boundaries, None]()
@@ -250,12 +248,6 @@ def _within(limit: float, pace_seconds: FloatArray, passing_seconds: FloatArray)
                 scores[a] = np.inf
         score, passage = scores, passages
     return score[0] < np.inf, choices
-
-
-def _pace(boundaries: Boundaries, pace_seconds: FloatArray, passing_seconds: FloatArray) -> float:
-    # Entry k is the round trip over the last k + 1 stages, shared by k + 1 micro-batches in flight.
-    trips = np.cumsum(_costs(boundaries, passing_seconds)[::-1]) / np.arange(1, len(boundaries))
-    return float(max(_costs(boundaries, pace_seconds).max(), trips.max()))
 
 
 def _costs(boundaries: Boundaries, costs: FloatArray) -> FloatArray:

@@ -18,7 +18,7 @@ follow from their numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -34,14 +34,10 @@ from omnibal.errors import ConfigError
 class Operation(IntEnum):
     """What a stage does with one micro-batch: four computations, and four transfers that follow from them."""
 
-    F = 0
-    """Forward."""
-    BW = 1
-    """Backward to the inputs and the weights."""
-    B = 2
-    """Backward to the inputs alone; the gradient can be sent upstream when it is done."""
-    W = 3
-    """Backward to the weights, any time after ``B``."""
+    F = 0  # forward
+    BW = 1  # backward to the inputs and the weights
+    B = 2  # backward to the inputs alone; the gradient can be sent upstream when it is done
+    W = 3  # backward to the weights, any time after B
     SEND_ACTIVATION = 4
     RECEIVE_ACTIVATION = 5
     SEND_GRADIENT = 6
@@ -162,12 +158,8 @@ class Schedule:
         if num_stages == 0:
             return self
         if num_stages not in self._frozen_fronts:
-            forwards = tuple(
-                tuple(i for i in stage if i.operation == Operation.F) for stage in self.stages[:num_stages]
-            )
-            self._frozen_fronts[num_stages] = Schedule(
-                forwards + self.stages[num_stages:], self.micro_batches, self.replicas, self.encoder_stages
-            )
+            forwards = (tuple(i for i in stage if i.operation == Operation.F) for stage in self.stages[:num_stages])
+            self._frozen_fronts[num_stages] = replace(self, stages=(*forwards, *self.stages[num_stages:]))
         return self._frozen_fronts[num_stages]
 
     @cached_property
@@ -215,20 +207,15 @@ class Schedule:
             row[: len(stage)] = stage
         replicas_of = np.array(self.replicas or (1,) * len(stages))
         own, count = self.encoder_stages, self.micro_batches * int(replicas_of[-1])
-        rows = np.array(
-            [
-                (stage, replica)
-                for part in (range(own), range(own, len(stages)))
-                for replica in range(replicas_of[part[0]] if part else 0)
-                for stage in part
-            ]
-        )
-        of_row, replica = rows.T
+        parts = [part for part in (range(own), range(own, len(stages))) if part]
+        of_row, replica = np.array(
+            [(stage, replica) for part in parts for replica in range(replicas_of[part[0]]) for stage in part]
+        ).T
         row_of = np.zeros((len(stages), replicas_of.max()), dtype=np.int64)
-        row_of[of_row, replica] = np.arange(len(rows))
+        row_of[of_row, replica] = np.arange(len(of_row))
         # A replica's m-th micro-batch has the number m · replicas + replica in the step.
         numbers = cells[of_row, :, 1] * replicas_of[of_row, None] + replica[:, None]
-        before, behind = np.full((2, count, len(rows)), -1, dtype=np.int64)
+        before, behind = np.full((2, count, len(of_row)), -1, dtype=np.int64)
         every = np.arange(count)
         paths = row_of[np.arange(len(stages))[:, None], every % replicas_of[:, None]]  # (stages, numbers)
         for above, below in pairwise(paths):

@@ -145,17 +145,10 @@ class PartitionProblem:
         down, up = (each + _least_crossings(each, self.num_stages - stage - 2) for each in (crossing, back))
         there_and_back = forward + backward + waited_for
         to_stage = forward + to_stage
-        seconds = (
-            forward,
-            backward,
-            weight,
-            crossing,
-            back,
-            to_stage,
-            np.maximum(forward - forward[:, [front]], 0) if front else to_stage,
-            backward + waited_for + to_start,
-            down + up + there_and_back[:, -1:] - there_and_back,
-        )
+        from_trained = np.maximum(forward - forward[:, [front]], 0) if front else to_stage
+        rest = down + up + there_and_back[:, -1:] - there_and_back
+        of_layers, crossings = (forward, backward, weight), (crossing, back)
+        seconds = (*of_layers, *crossings, to_stage, from_trained, backward + waited_for + to_start, rest)
         transposed = (np.ascontiguousarray(array.T) for array in seconds)
         waits = _waits(table, row) // replicas
         return _Seen(table.operations[row, :length], numbers // replicas, waits, front, *transposed)
@@ -164,12 +157,10 @@ class PartitionProblem:
     def _elsewhere(self) -> FloatArray:
         """With units, infinity for stages with layers of the other part, else 0; (stages, layers + 1, layers + 1)."""
         own, size = self.schedule.encoder_stages, len(self.profile.layers) + 1
-        found = np.full((self.num_stages, size, size), np.inf if own else 0.0)
-        if not own:
-            return found
-        border = encoder_layers(self.profile.layers)
-        found[:own, : border + 1, : border + 1] = 0
-        found[own:, border:, border:] = 0
+        found = np.zeros((self.num_stages, size, size))
+        if own:
+            border = encoder_layers(self.profile.layers)
+            found[:own, :, border + 1 :] = found[own:, :border] = np.inf
         return found
 
     @cached_property
@@ -255,15 +246,11 @@ def search_partition(
         raise ConfigError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
     check_num_stages(len(profile.layers), num_stages)
     times = step_times(profile, loads, links, zero_stage=zero_stage, recompute=recompute)
-    schedule = one_f_one_b(num_stages, times.forward.shape[1])
-    problem = PartitionProblem(profile, times, schedule, mode)
+    problem = PartitionProblem(profile, times, one_f_one_b(num_stages, times.forward.shape[1]), mode)
     seconds = _search(problem) if method == "search" else _simulate(problem, _PROPOSALS[method](problem))
     ranking = sorted(seconds, key=lambda boundaries: (seconds[boundaries], boundaries))[: max(1, top)]
-    return PartitionSearch(
-        method=method,
-        candidates=tuple(Candidate(Partition(boundaries), seconds[boundaries]) for boundaries in ranking),
-        lower_bound_seconds=problem.lower_bound_seconds,
-    )
+    candidates = tuple(Candidate(Partition(boundaries), seconds[boundaries]) for boundaries in ranking)
+    return PartitionSearch(method, candidates, problem.lower_bound_seconds)
 
 
 def _paper(problem: PartitionProblem) -> list[Boundaries]:
@@ -290,8 +277,7 @@ def _simulate(problem: PartitionProblem, partitions: list[Boundaries]) -> dict[B
 
 def _search(problem: PartitionProblem) -> dict[Boundaries, float]:
     # All other methods' results are known before the descent begins, so it cannot end above any of them.
-    seconds: dict[Boundaries, float] = {}
-    starts: list[Boundaries] = []
+    seconds, starts = dict[Boundaries, float](), list[Boundaries]()
     for method, propose in _PROPOSALS.items():
         proposed = _simulate(problem, propose(problem))
         seconds |= proposed
@@ -329,11 +315,8 @@ class _Seen(NamedTuple):
 def _waits(table: Table, row: int) -> IntArray:
     """For each micro-batch of a row the row's last one that ends on the first stage before it begins there, or -1."""
     first = table.stages == 0
-    operations, numbers, places = (
-        table.operations[first],
-        table.micro_batches[first],
-        np.arange(table.operations.shape[1]),
-    )
+    operations, numbers = table.operations[first], table.micro_batches[first]
+    places = np.arange(operations.shape[1])
     used, own = places < table.lengths[first, None], table.micro_batches[row, : table.lengths[row]]
     ends = used & np.isin(numbers, own) & (operations != _F) & (operations != _W)
     latest = np.maximum.accumulate(np.where(ends, places, -1), axis=1)

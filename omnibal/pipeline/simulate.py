@@ -57,16 +57,13 @@ class Simulation:
     @property
     def row_names(self) -> list[str]:
         """Such as ``stage 1``, or with units ``encoder 0`` and ``LLM 1, stage 0``."""
-        if not self.encoder_stages:
+        own, behind = self.encoder_stages, int(self.table.stages.max()) + 1 - self.encoder_stages
+        if not own:
             return [f"stage {stage}" for stage in self.table.stages]
         names, seen = list[str](), Counter[int]()
-        behind = int(self.table.stages.max()) + 1 - self.encoder_stages
         for stage in self.table.stages.tolist():
-            is_encoder = stage < self.encoder_stages
-            part, first, count = ("encoder", 0, self.encoder_stages) if is_encoder else (
-                "LLM", self.encoder_stages, behind
-            )  # fmt: skip
-            names.append(f"{part} {seen[stage]}" + (f", stage {stage - first}" if count > 1 else ""))
+            part, number, count = ("encoder", stage, own) if stage < own else ("LLM", stage - own, behind)
+            names.append(f"{part} {seen[stage]}" + (f", stage {number}" if count > 1 else ""))
             seen[stage] += 1
         return names
 
@@ -250,7 +247,7 @@ def simulate_step(
         ConfigError: The partition, the levels, the layout or the schedule do not fit, loads are not one per replica and
             equally long, there is no such ZeRO stage under a pipeline, or the schedule deadlocks.
     """
-    check_partition(profile, partition)
+    check_partition(profile.layers, partition)
     load = stacked(loads)
     layout = Layout(partition.num_stages, len(load), zero_stage=zero_stage) if layout is None else layout
     if (len(load), partition.num_stages) != (layout.num_replicas, layout.num_stages):
@@ -266,7 +263,7 @@ def simulate_step(
         )
     mode = mode_of(schedule, mode)
     if layout.is_spread:
-        behind, own = language_partition(profile, partition), encoder_links or links
+        behind, own = language_partition(profile.layers, partition), encoder_links or links
         return _simulate_spread(profile, behind, load, layout, (own, links), recompute, schedule, mode)
     unit = None
     if layout.encoder is not None:

@@ -20,7 +20,7 @@ import numpy as np
 from omnibal.cluster import Layout, Links, check_zero_stage
 from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.errors import ConfigError
-from omnibal.families.base import encoder_layers
+from omnibal.families.base import Layer, encoder_layers
 from omnibal.pipeline.partition import Partition
 from omnibal.profile.records import ModelProfile
 
@@ -136,11 +136,9 @@ def summed(layers: FloatArray) -> FloatArray:
     return sums
 
 
-def check_partition(profile: ModelProfile, partition: Partition) -> None:
-    if partition.num_layers != len(profile.layers):
-        raise ConfigError(
-            f"partition must be of the profile's {len(profile.layers)} layers, got one of {partition.num_layers}"
-        )
+def check_partition(layers: Sequence[Layer], partition: Partition) -> None:
+    if partition.num_layers != len(layers):
+        raise ConfigError(f"partition must be of the profile's {len(layers)} layers, got one of {partition.num_layers}")
 
 
 def _levels(profile: ModelProfile, recompute: Sequence[str] | None) -> Sequence[str]:
@@ -178,10 +176,10 @@ def split_profile(profile: ModelProfile) -> tuple[ModelProfile, ModelProfile]:
     return replace(profile, layers=encoder, frozen=None), replace(profile, layers=language, frozen=None)
 
 
-def language_partition(profile: ModelProfile, partition: Partition) -> Partition:
+def language_partition(layers: Sequence[Layer], partition: Partition) -> Partition:
     """The stages in layers of the LLM alone; the encoder's are counted with the first one."""
-    check_partition(profile, partition)
-    border, (first, *others) = encoder_layers(profile.layers), partition.boundaries
+    check_partition(layers, partition)
+    border, (first, *others) = encoder_layers(layers), partition.boundaries
     if others[0] <= border:
         raise ConfigError(
             f"the first stage of the partition must end in the language model, which begins with layer {border}, where "

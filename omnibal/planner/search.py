@@ -249,21 +249,17 @@ def _proposals(
             proposals[model] = propose(model)
     proposals = {model: choice for model, choice in proposals.items() if isfinite(choice.step_seconds)}
     if not proposals:
-        raise _infeasible(models)
+        best = min(models, key=lambda model: model.missing[0])
+        missing, boundaries = best.missing
+        raise InfeasibleError(
+            f"memory must hold every stage, got {bytes_in_words(max(best.budgets))} a device beside the head room: for "
+            f"{best}, {missing} bytes ({bytes_in_words(missing)}) are missing even with as much recomputed as possible "
+            f"and the partition {boundaries}; use more or larger devices, or smaller packs"
+        )
     # A step of other samples than were asked for trains another way: without a plan that keeps them, the nearest count.
     off = {model: abs(model.packing.samples_per_step / request.global_batch - 1) for model in proposals}
     most = max(request.batch_tolerance, min(off.values()))
     return {model: choice for model, choice in proposals.items() if off[model] <= most}
-
-
-def _infeasible(models: Sequence[StepModel]) -> InfeasibleError:
-    best = min(models, key=lambda model: model.missing[0])
-    missing, boundaries = best.missing
-    return InfeasibleError(
-        f"memory must hold every stage, got {bytes_in_words(max(best.budgets))} a device beside the head room: for "
-        f"{best}, {missing} bytes ({bytes_in_words(missing)}) are missing even with as much recomputed as possible and "
-        f"the partition {boundaries}; use more or larger devices, or smaller packs"
-    )
 
 
 def _plan(choice: Choice, made_from: Mapping[str, Any]) -> Plan:

@@ -75,7 +75,10 @@ def lost_ranks_named(where: str | None = None) -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, dist.DistNetworkError) and not any(mark in str(error) for mark in LOST_MARKS):
             raise
-        text, watching = _lost(error), watch()
+        # gloo puts the place in its code before what it has to say, and advice behind; torch adds its stack.
+        reason = re.sub(r"^\[\S+:\d+\] ", "", (str(error).splitlines() or [""])[0])
+        reason = re.split(r"\. (?:This|Did|Connection was) ", reason)[0].rstrip(".")
+        text, watching = f"all ranks must take part, got {shortened(reason)}; {_roll_in_words()}", watch()
         watching.tell(OmnibalError(text), where)  # those that have not lost a peer themselves wait for this rank
         # Not from the error, whose text is a stack of C++.
         raise OmnibalError(f"{where or f'rank {dist.get_rank()}'}: {text}") from None
@@ -206,13 +209,6 @@ class Watch:
             self._store.add(HEARD, 1)
             if not self._has_failed.wait(GRACE_SECONDS):
                 os._exit(1)
-
-
-def _lost(error: Exception) -> str:
-    # gloo puts the place in its code before what it has to say, and advice behind; torch adds its stack.
-    reason = re.sub(r"^\[\S+:\d+\] ", "", (str(error).splitlines() or [""])[0])
-    reason = re.split(r"\. (?:This|Did|Connection was) ", reason)[0].rstrip(".")
-    return f"all ranks must take part, got {shortened(reason)}; {_roll_in_words()}"
 
 
 def _own_store() -> Store:

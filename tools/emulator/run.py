@@ -84,7 +84,7 @@ class EmulationTask:
     def partition(self) -> Partition:
         """Of `pipelined`."""
         own = self.plan.partition
-        return language_partition(self.profile, own) if self.plan.layout.is_spread else own
+        return language_partition(self.profile.layers, own) if self.plan.layout.is_spread else own
 
     @property
     def num_spread(self) -> int:
