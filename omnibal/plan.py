@@ -19,7 +19,6 @@ from omnibal.memory.footprint import Footprint, SpreadFootprint, StageMemory
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName, schedule_of
 from omnibal.pipeline.simulate import StepSimulation, simulate_step
-from omnibal.pipeline.times import StepTimes, Unit, step_times
 from omnibal.profile.records import MOST_LAYERS, Level, ModelProfile, check_levels, levels_from_words, levels_in_words
 from omnibal.records import Record, read_record
 
@@ -136,30 +135,15 @@ class Plan:
     def simulate(self, profile: ModelProfile, loads: Iterable[Load]) -> StepSimulation:
         """Predict one step; arguments and errors as of :func:`omnibal.pipeline.simulate.simulate_step`."""
         self._check(profile)
-        links, encoder_links = self._links_of_parts
+        links, encoder_links = self.links_of_parts
         return simulate_step(
             profile, self.partition, loads, links, layout=self.layout, encoder_links=encoder_links,
             recompute=self.recompute, schedule=self.make_schedule(),
         )  # fmt: skip
 
-    def times(self, profile: ModelProfile, load: Load, recompute: Sequence[Level]) -> StepTimes:
-        """Seconds of every layer in one step at other recompute levels, as `simulate` counts them.
-
-        ``load`` holds all micro-batches in the order of their numbers (`omnibal.pipeline.times.numbered`). With a
-        spread encoder ``profile`` and ``recompute`` are those of the LLM's layers alone.
-        """
-        links, encoder_links = self._links_of_parts
-        unit = None
-        if self.layout.has_units:
-            border = self.partition.boundaries[self.layout.encoder_stages]
-            unit = Unit(border, self.layout.shape(0)[0], encoder_links)
-        return step_times(
-            profile, [load], links, zero_stage=self.layout.zero_stage, recompute=recompute,
-            num_replicas=self.layout.num_replicas, unit=unit,
-        )  # fmt: skip
-
     @property
-    def _links_of_parts(self) -> tuple[Links, Links]:
+    def links_of_parts(self) -> tuple[Links, Links]:
+        """Links between replicas of the LLM, and of the encoder."""
         if self.layout.is_spread:
             alone, behind = self.layout.parts
             return self.known_cluster.links_of(behind), self.known_cluster.links_of(alone)

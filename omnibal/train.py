@@ -368,7 +368,6 @@ def _due(step: int, every: int) -> bool:
 
 
 def main() -> None:
-    """Train as the command line says; what is wrong is said in one line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     begin = parser.add_mutually_exclusive_group()
     resume = "go on from the run's newest whole checkpoint, or from the one of that name"

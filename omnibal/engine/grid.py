@@ -160,9 +160,11 @@ def no_handshake() -> AbstractContextManager[None]:
 @contextmanager
 def replaced(holder: Any, **values: Any) -> Iterator[None]:
     """Put values in the place of what a module, or methods of an object, have under these names."""
-    originals = {name: getattr(holder, name) for name in values}
+    before = {name: vars(holder)[name] for name in values if name in vars(holder)}  # an object has none of its methods
     vars(holder).update(values)
     try:
         yield
     finally:
-        vars(holder).update(originals)
+        vars(holder).update(before)
+        for name in values.keys() - before.keys():
+            delattr(holder, name)

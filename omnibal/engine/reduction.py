@@ -276,7 +276,6 @@ class Reduction:
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Wait for the oldest collective."""
         work, owner, group, sent, rows = self._under_way.popleft()
         work.wait()
         if owner in (None, dist.get_rank(group)):  # on the other replicas a reduce leaves numbers that mean nothing
@@ -300,7 +299,6 @@ class WeightBroadcast:
         atexit.register(_flush_at_exit, ref(self))  # other replicas may still receive what this one sends
 
     def start(self) -> None:
-        """Start to send and receive the weights of all layers."""
         # All replicas come here at the end of their optimizer step, and list the same rows in the same order: each row
         # is broadcast by its owner.
         self.settle()

@@ -21,7 +21,6 @@ from omnibal.pipeline.times import (
     EncoderWork,
     StepTimes,
     Unit,
-    check_partition,
     language_partition,
     numbered,
     split_profile,
@@ -247,8 +246,9 @@ def simulate_step(
         ConfigError: The partition, the levels, the layout or the schedule do not fit, loads are not one per replica and
             equally long, there is no such ZeRO stage under a pipeline, or the schedule deadlocks.
     """
-    check_partition(profile.layers, partition)
-    load = stacked(loads)
+    count, load = len(profile.layers), stacked(loads)
+    if partition.num_layers != count:
+        raise ConfigError(f"partition must be of the profile's {count} layers, got one of {partition.num_layers}")
     layout = Layout(partition.num_stages, len(load), zero_stage=zero_stage) if layout is None else layout
     if (len(load), partition.num_stages) != (layout.num_replicas, layout.num_stages):
         raise ConfigError(

@@ -136,11 +136,6 @@ def summed(layers: FloatArray) -> FloatArray:
     return sums
 
 
-def check_partition(layers: Sequence[Layer], partition: Partition) -> None:
-    if partition.num_layers != len(layers):
-        raise ConfigError(f"partition must be of the profile's {len(layers)} layers, got one of {partition.num_layers}")
-
-
 def _levels(profile: ModelProfile, recompute: Sequence[str] | None) -> Sequence[str]:
     if recompute is None:
         return ["none"] * len(profile.layers)
@@ -178,7 +173,6 @@ def split_profile(profile: ModelProfile) -> tuple[ModelProfile, ModelProfile]:
 
 def language_partition(layers: Sequence[Layer], partition: Partition) -> Partition:
     """The stages in layers of the LLM alone; the encoder's are counted with the first one."""
-    check_partition(layers, partition)
     border, (first, *others) = encoder_layers(layers), partition.boundaries
     if others[0] <= border:
         raise ConfigError(

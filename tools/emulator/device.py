@@ -20,7 +20,7 @@ from omnibal.cost import FloatArray, Load
 from omnibal.errors import InfeasibleError, bytes_in_words
 from omnibal.memory.footprint import SpreadFootprint, StageMemory
 from omnibal.pipeline.schedule import Operation
-from omnibal.pipeline.times import IMAGES, EncoderWork, Exchanges, numbered
+from omnibal.pipeline.times import IMAGES, EncoderWork, Exchanges, StepTimes, Unit, numbered, step_times
 from omnibal.profile.records import Level, every_layer
 from tools.emulator.run import EmulationTask, Entry, StepLog
 
@@ -75,6 +75,17 @@ class Clocks(NamedTuple):
         return cls(*(np.frombuffer(mmap(-1, 8 * prod(shape)), dtype=np.float64).reshape(shape) for shape in shapes))
 
 
+def _times(task: EmulationTask, whole: Load, levels: Sequence[Level]) -> StepTimes:
+    """Seconds of every layer that is pipelined for all micro-batches of a step, as the plan is simulated."""
+    plan, layout, (links, encoder_links) = task.plan, task.plan.layout, task.plan.links_of_parts
+    border = plan.partition.boundaries[layout.encoder_stages]
+    unit = Unit(border, layout.shape(0)[0], encoder_links) if layout.has_units else None
+    return step_times(
+        task.pipelined, [whole], links, zero_stage=layout.zero_stage, recompute=levels,
+        num_replicas=layout.num_replicas, unit=unit,
+    )  # fmt: skip
+
+
 def stage_work(task: EmulationTask, step: int, stage: int, replica: int) -> StageWork:
     """The work of one device in a step; as in the engine, a micro-batch above the plan's limits recomputes all."""
     loads, layers, spread = task.steps[step], task.partition.layers(stage), task.num_spread
@@ -84,7 +95,7 @@ def stage_work(task: EmulationTask, step: int, stage: int, replica: int) -> Stag
     whole = numbered(Load.stack(loads))
     load = whole[own]
     exceeds = _exceeds(task, load)
-    planned, full = (task.plan.times(task.pipelined, whole, levels[spread:]) for levels in _levels(task))
+    planned, full = (_times(task, whole, levels[spread:]) for levels in _levels(task))
 
     def between(name: str) -> FloatArray:
         by_plan, by_full = (np.diff(getattr(times, name)[0, own, first : last + 1]) for times in (planned, full))
