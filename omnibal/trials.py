@@ -56,7 +56,7 @@ def run_trials(
     Every trial is a launch of its own, so that one that runs out of memory or crashes is a result and not the end.
 
     Args:
-        config: Content of a ds_config with model and data; the plan takes the place of its batch.
+        config: Content of a ds_config with model and data; the plan's micro-batches replace the ds_config's.
         plan: What the first trial trains under.
         budget_bytes: The most that a device of each stage may hold; a trial that held more counts as out of memory. A
             CPU has no other bound.
@@ -90,7 +90,8 @@ def _run_trial(config: dict[str, Any], plan: Plan) -> Trial:
         section = config["omnibal"]
         of_plan = {"num_stages": plan.num_stages, "num_tensor": plan.layout.num_tensor}
         pipeline = section.get("pipeline", {}) | {"plan": str(folder / "plan.json"), **of_plan}
-        (folder / "config.json").write_text(json.dumps(config | {"omnibal": section | {"pipeline": pipeline}}))
+        batch = {"gradient_accumulation_steps": plan.micro_batches, "train_batch_size": "auto"}
+        (folder / "config.json").write_text(json.dumps(config | batch | {"omnibal": section | {"pipeline": pipeline}}))
         launch = ["--master_port", free_port(), "--num_gpus", plan.layout.num_devices, "--module", "omnibal.trials"]
         options = ["--deepspeed_config", folder / "config.json", "--output", folder / "out.json"]
         command = [*LAUNCHER, *map(str, (*launch, *options))]

@@ -136,6 +136,12 @@ def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{key}", value
 
 
+def settings_of(config: Mapping[str, Any], section: OmnibalSection) -> dict[str, Any]:
+    """All settings of a run by their keys, but what must not stand in a checkpoint, which goes to more people."""
+    whole = {**config, "omnibal": section.model_dump(mode="json")}
+    return {key: value for key, value in leaves(whole) if key != "comet.api_key"}
+
+
 def complete_deepspeed_config(config: dict[str, Any], layout: Layout) -> dict[str, Any]:
     """Fill in what follows from the pipeline, but ``"auto"`` steps (`fill_in_steps`); refuse what cannot be right."""
     micro_batches = micro_batches_of(config)

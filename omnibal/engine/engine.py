@@ -21,6 +21,7 @@ from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime import engine as deepspeed_engine
 from torch import Tensor
 
+from omnibal.config import settings_of
 from omnibal.data.epoch import Step
 from omnibal.engine.checkpointed import CheckpointedEngine
 from omnibal.engine.grid import replaced
@@ -30,7 +31,7 @@ from omnibal.engine.module import Joined
 from omnibal.engine.reading import Batch, VlmDataset
 from omnibal.engine.resolve import OnGradient, ResolvedRun
 from omnibal.engine.samples import CheckedSamples, SampleRules, checked_lengths
-from omnibal.engine.settings import Settings, settings_of
+from omnibal.engine.settings import Settings
 from omnibal.engine.table import floats_of
 from omnibal.errors import ConfigError, OmnibalError, reporting, said
 from omnibal.feeds.feed import Share
@@ -208,8 +209,7 @@ class OmnibalEngine(CheckpointedEngine):
                     self.set_dataiterator(iter(self._micro_batches(packs)))
                     # PipelineEngine._exec_forward_pass adds what the module's loss_fn returns to total_loss, on the
                     # last stage, if _compute_loss is set, as train_batch does.
-                    self.total_loss: Tensor | None = None
-                    self._compute_loss = True
+                    self.total_loss, self._compute_loss = None, True
                     self._run_forward_alone(len(packs) or loader.micro_batches)
                     if self.total_loss is not None:
                         totals += self.total_loss.cpu()
@@ -339,8 +339,8 @@ class OmnibalEngine(CheckpointedEngine):
             return
         self._skipped_in_a_row += 1
         last, samples = self.global_steps, self._not_finite()
-        effect = "the step is skipped, weights stay" if skipped else "weights took it in"
-        text = f"loss and gradients must be finite, got others in step {last} (loss {value}{samples}); {effect}"
+        text = f"loss and gradients must be finite, got others in step {last} (loss {value}{samples}); "
+        text += "the step is skipped, weights stay" if skipped else "weights took it in"
         if self.resolved.section.run.not_finite == "error":
             raise OmnibalError(f"{text}, and omnibal.run.not_finite is 'error'")
         if self.global_rank == 0:

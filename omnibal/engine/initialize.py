@@ -22,7 +22,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from torch import Tensor, nn
 
 from omnibal.compiled import folder_hash
-from omnibal.config import check_deferral, fill_in_steps
+from omnibal.config import check_deferral, fill_in_steps, settings_of
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.loader import Loader, training_loader
 from omnibal.engine.module import VlmPipelineModule
@@ -36,7 +36,6 @@ from omnibal.engine.resolve import (
     deepspeed_config_of,
     resolve,
 )
-from omnibal.engine.settings import settings_of
 from omnibal.errors import ENGINE_MODULES, ConfigError, end_in_one_line
 from omnibal.families.base import trained_in_words
 from omnibal.plan import Plan

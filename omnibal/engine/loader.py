@@ -22,7 +22,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packing_spec import PackingOptions
 from omnibal.data.source_draws import typical_lengths
-from omnibal.engine.reading import LEFT_OUT, Batch, PackReader, VlmDataset, cores_of_process, left_out_of, view_of
+from omnibal.engine.reading import LEFT_OUT, Batch, PackReader, View, VlmDataset, cores_of_process, left_out_of
 from omnibal.engine.resolve import ResolvedRun
 from omnibal.engine.samples import CheckedSamples, PipelineStreamFeed, SampleRules, checked_lengths
 from omnibal.errors import ConfigError, DataError, OmnibalError, message_alone
@@ -274,9 +274,11 @@ def training_loader(workspace: Workspace, resolved: ResolvedRun, dataset: Any) -
     if dist.get_rank() == 0:
         warn_of_added_end(samples)
     position = layout.position(dist.get_rank())
+    # The first stage reads images and text, the last one text, for its labels.
+    view: View = "text" if position.stage == layout.num_stages - 1 else "nothing"
     reader = PackReader(
         share=Share(position.replica, layout.shape(position.stage)[0]) if layout.has_units else None,
-        view=view_of(position.stage, layout.num_stages),
+        view="images" if position.stage == 0 else view,
         pixel_shape=resolved.vlm.pixel_shape,
         pixel_dtype=resolved.dtype,
         image_integers=resolved.vlm.image_integers,

@@ -57,13 +57,6 @@ class VlmDataset(Protocol):
         """The loads of all samples."""
 
 
-def view_of(stage: int, num_stages: int) -> View:
-    """What a stage reads: the first one images and text, the last one text (for its labels), others nothing."""
-    if stage == 0:
-        return "images"
-    return "text" if stage == num_stages - 1 else "nothing"
-
-
 def cores_of_process() -> int:
     """Cores that a process of this launch has when those of its node share them alike."""
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)

@@ -11,8 +11,6 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from deepspeed.runtime import lr_schedules
 
-from omnibal.config import leaves
-from omnibal.config.section import OmnibalSection
 from omnibal.errors import ConfigError
 
 T = TypeVar("T")
@@ -35,8 +33,6 @@ _FREE: Final = (
 )  # fmt: skip
 # Settings of an optimizer's groups that its state does not depend on.
 _OF_GROUPS: Final = ("lr", "weight_decay", "betas", "eps", "momentum", "dampening", "nesterov")
-# A checkpoint goes to more people than a ds_config.
-_NOT_KEPT: Final = ("comet.api_key",)
 
 
 class SettingChange(NamedTuple):
@@ -49,12 +45,6 @@ class SettingChange(NamedTuple):
     def __str__(self) -> str:
         now, before = ("left out" if value is None else f"{value!r:.60}" for value in (self.value, self.saved))
         return f"{self.key} {now} (was {before})"
-
-
-def settings_of(config: Mapping[str, Any], section: OmnibalSection) -> dict[str, Any]:
-    """All settings of a run by their keys, as a checkpoint keeps them."""
-    whole = {**config, "omnibal": section.model_dump(mode="json")}
-    return {key: value for key, value in leaves(whole) if key not in _NOT_KEPT}
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:
@@ -80,7 +70,7 @@ class Settings:
     """Settings at the beginning of a run, before a step or a checkpoint changes what they became."""
 
     keys: dict[str, Any]
-    """Values of the ds_config by key, from ``settings_of``."""
+    """Values of the ds_config by key, from `omnibal.config.settings_of`."""
     groups: list[dict[str, Any]]
     """Settings of each parameter group of the optimizer."""
     schedule: dict[str, Any] = field(default_factory=dict)

@@ -40,7 +40,7 @@ class Note(NamedTuple):
         return f"{where}{self.doing}" + ("" if number is None else f" of micro-batch {number}{told(number)}")
 
 
-class Work:
+class CurrentWork:
     """What this process does now; its main thread writes, other threads read."""
 
     note: Note | None = None
@@ -59,7 +59,7 @@ class Work:
             self.step = self.note = None
 
 
-WORK: Final = Work()
+WORK: Final = CurrentWork()
 
 
 class Beat(NamedTuple):

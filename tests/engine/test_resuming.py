@@ -2,9 +2,10 @@
 
 import pytest
 
+from omnibal.config import settings_of
 from omnibal.config.section import OmnibalSection
 from omnibal.engine import settings
-from omnibal.engine.settings import SettingChange, changes, is_refused, settings_of
+from omnibal.engine.settings import SettingChange, changes, is_refused
 
 
 def test_what_deepspeed_adds_to_zero_is_refused_until_somebody_has_looked_at_it():
