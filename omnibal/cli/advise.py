@@ -23,8 +23,6 @@ from omnibal.workspace import devices_at_hand
 if TYPE_CHECKING:
     from omnibal.advise.changes import Advice
     from omnibal.advise.question import Question
-    from omnibal.profile.calibration import Calibration
-    from omnibal.profile.records import ModelProfile
     from omnibal.report.layouts import LayoutReport
 
 # Options, in the order of --help.
@@ -92,6 +90,8 @@ def advise(
     """
     from omnibal.advise.present import Present, read_today
     from omnibal.advise.question import LORA_RANK, Question
+    from omnibal.profile.calibration import Calibration
+    from omnibal.profile.records import ModelProfile
     from omnibal.report.advise import Report, draw
 
     check_picture("--plot", plot)
@@ -103,9 +103,11 @@ def advise(
     machines = read_cluster(cluster) if cluster else devices_at_hand()
     if machines is None:
         raise ConfigError("--cluster must name the machines, such as 8xA100-80GB, got none and no CUDA device here")
+    measured: ModelProfile | Calibration | None = None
+    if costs is not None:
+        measured = (ModelProfile if kind_of("--profile", costs) == "profile" else Calibration).load(costs)
     question = Question.read(
-        data, machines, own.over(read_today(today)), model=model, images=images, max_image=max_image,
-        costs=_read_costs(costs),
+        data, machines, own.over(read_today(today)), model=model, images=images, max_image=max_image, costs=measured
     )  # fmt: skip
     report = Report(question, question.answer(must_fit=not layouts))
     weighed = _weigh(question, report.advice) if layouts else None
@@ -128,12 +130,3 @@ def _weigh(question: Question, advice: Advice) -> LayoutReport:
     runs = today.peaks[1] <= today.memory.budget_bytes
     best = Way.of(BEST, settled) if settled is not today else None
     return LayoutReport(found, question.scenario, today.samples_per_second if runs else None, best)
-
-
-def _read_costs(path: Path | None) -> ModelProfile | Calibration | None:
-    from omnibal.profile.calibration import Calibration
-    from omnibal.profile.records import ModelProfile
-
-    if path is None:
-        return None
-    return ModelProfile.load(path) if kind_of("--profile", path) == "profile" else Calibration.load(path)

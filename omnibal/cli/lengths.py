@@ -18,7 +18,6 @@ from omnibal.cli.options import (
     check_folder,
     expect,
     open_workspace,
-    problem_lines,
     read_lengths,
     read_limits,
     refuse,
@@ -35,7 +34,7 @@ from omnibal.families.base import vision_unit_of
 from omnibal.report.style import make_table
 from omnibal.workspace import FoundLengths, Workspace
 
-BROKEN_FILE = "broken.json"
+BROKEN_FILE, SHOWN_PROBLEMS = "broken.json", 10
 LOADS = ("vision_units", "llm_tokens", "target_tokens")
 REPLICAS: Final = 8  # if neither the command line nor a cluster says how many
 # Samples packed before the clock starts: compiled code is compiled once and then cached.
@@ -165,14 +164,16 @@ def _answer(task: "_PackingTask", found: FoundLengths, folder: Path | None, *, c
     packed = [task.run(name) for name in (get_args(Method) if compare else (task.packing.method,))]
     figures, trap = statistics_of(found.lengths), find_trap(task.lengths, task.limits)
     warnings = [] if trap is None else [trap]
-    broken = [] if folder is None or not found.problems else [f"all of them: {folder / BROKEN_FILE}"]
+    broken = [f"  {problem}" for problem in found.problems[:SHOWN_PROBLEMS]]
+    if broken:
+        broken.insert(0, f"{len(found.problems)} items cannot be used and are left out:")
+        broken += [] if folder is None else [f"all of them: {folder / BROKEN_FILE}"]
     record = {"folder": folder, "content_hash": found.lengths.content_hash, **figures}
     record |= {"broken": [asdict(problem) for problem in found.problems]}
     methods = [entry.to_record() for entry in packed]
     answer(
         record | {"packs": task.to_record() | {"methods": methods, "warnings": warnings}},
         lengths_table(figures, task.vision_unit),
-        *problem_lines(found),
         *broken,
         task.title,
         packing_table(packed, task.num_replicas, task.vision_unit),

@@ -238,7 +238,6 @@ def _described(kind: Kind, path: Path) -> str:
 
 
 CONFIG: Final[tuple[Kind, ...]] = ("ds_config",)
-SHOWN_PROBLEMS: Final = 10
 
 
 def open_workspace(
@@ -299,10 +298,3 @@ def read_lengths(paths: Sequence[Path], name: str) -> FoundLengths:
         raise ConfigError(f"{name} must be different files, got {twice[0]} twice; all samples would count twice")
     lengths = SampleLengths.load(paths[0]) if paths[0].is_dir() else SampleLengths.from_token_lengths(paths)
     return FoundLengths(lengths, ", ".join(map(str, paths)))
-
-
-def problem_lines(found: FoundLengths) -> list[str]:
-    if not found.problems:
-        return []
-    shown = (f"  {problem}" for problem in found.problems[:SHOWN_PROBLEMS])
-    return [f"{len(found.problems)} items cannot be used and are left out:", *shown]

@@ -76,7 +76,7 @@ class DrawSchedule:
         origin: Origin | None = None,
     ) -> None:
         self._draws, self._rates, self._step_packs, self._margins = draws, rates, step_packs, margins
-        self._knots = [0, *(knot.step for knot in mixture.schedule)]
+        self._knots = mixture.steps
         wanted = max(mixture.epoch_samples or draws.num_samples, LEAST_DRAWS)
         # An epoch holds about as many samples as there are, at the first shares.
         self.epoch_steps = max(round(wanted / self.samples_per_step(Span(0, 0), min(wanted, BLOCK))), 1)
@@ -222,9 +222,8 @@ class MixedPacks:
     def _margins(self) -> FloatArray:
         """Find how many packs more the samples need than they ask for, at the first step and at each knot."""
         mixture, step_packs = self._mixture, self._ranks.step_packs
-        steps = [0, *(knot.step for knot in mixture.schedule)]
-        margins = np.zeros(len(steps))
-        for number, step in enumerate(steps):
+        margins = np.zeros(len(mixture.steps))
+        for number, step in enumerate(mixture.steps):
             for margin in MARGINS:
                 margins[number] = margin
                 schedule = DrawSchedule(mixture, self._draws, self._rates, step_packs, margins)

@@ -117,6 +117,10 @@ class Mixture:
             raise ConfigError(explain(cls, error, "mixture")) from None
 
     @cached_property
+    def steps(self) -> list[int]:
+        return [0, *(knot.step for knot in self.schedule)]
+
+    @cached_property
     def sources(self) -> tuple[str, ...]:
         named = [self.shares, *(knot.shares for knot in self.schedule)]
         return tuple(dict.fromkeys(name for shares in named for name in shares))
@@ -124,7 +128,7 @@ class Mixture:
     def shares_at(self, step: npt.ArrayLike) -> FloatArray:
         """Shares at steps of any shape: one more axis of ``sources``, which sums to 1."""
         steps = np.asarray(step, dtype=np.float64)
-        columns = [np.interp(steps, self._steps, column) for column in self._table.T]
+        columns = [np.interp(steps, self.steps, column) for column in self._table.T]
         return np.stack(columns, axis=-1)
 
     def shares_of_step(self, step: int, given: Mapping[str, float]) -> dict[str, tuple[float, float]]:
@@ -158,12 +162,8 @@ class Mixture:
     def record(self, names: Sequence[str]) -> dict[str, Any]:
         """What it asks of sources, all of which it names, in JSON values: equal where that is the same."""
         shares = self._table[:, [self.sources.index(name) for name in names]]
-        schedule = {"steps": self._steps, "shares": shares.tolist()}
+        schedule = {"steps": self.steps, "shares": shares.tolist()}
         return {"by": self.by, "sources": list(names), "epoch_samples": self.epoch_samples, **schedule}
-
-    @cached_property
-    def _steps(self) -> list[int]:
-        return [0, *(knot.step for knot in self.schedule)]
 
     @cached_property
     def _table(self) -> FloatArray:

@@ -1,5 +1,6 @@
 """Samples that the sources of a mixture give, one after another without end, and the packs that these ask for."""
 
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -48,7 +49,7 @@ class SourceDraws:
             raise DataError(f"lengths must have {mixture.by} for a mixture by {mixture.by}, got none")
         self.sizes: Int64Array = np.diff(self._starts)  # samples of each source
         self._decks = self.sizes * np.where(self.sizes < SMALL, DECK // np.maximum(self.sizes, 1), 1)
-        self._sums: dict[tuple[int, int], FloatArray] = {}
+        self._half_sums = lru_cache(SUMS_KEPT * len(names))(self._sum_deck)
         # What a sample of each source counts for: 1, or its tokens.
         self.means = np.ones(len(self.sizes))
         if self._tokens is not None:
@@ -66,8 +67,7 @@ class SourceDraws:
 
     @property
     def ever_drawn(self) -> npt.NDArray[np.bool_]:
-        steps = [0, *(knot.step for knot in self._mixture.schedule)]
-        return np.asarray((self.shares_at(steps) > 0).any(axis=0))
+        return np.asarray((self.shares_at(self._mixture.steps) > 0).any(axis=0))
 
     def shares_at(self, step: npt.ArrayLike) -> FloatArray:
         return self._mixture.shares_at(step)[..., self._columns]
@@ -131,16 +131,12 @@ class SourceDraws:
         drawn: Int64Array = numbers if self._order is None else self._order[numbers]
         return drawn
 
-    def _half_sums(self, source: int, deck: int) -> FloatArray:
+    def _sum_deck(self, source: int, deck: int) -> FloatArray:
         """Cumulative tokens at the midpoint of each draw of a deck, where rounding changes."""
-        if (source, deck) not in self._sums:
-            assert self._tokens is not None, "asked by tokens only"
-            tokens = self._tokens[self._deck(source, deck, 0, int(self._decks[source]))]
-            kept = sorted(key for key in self._sums if key[0] == source)
-            for key in kept[: len(kept) + 1 - SUMS_KEPT]:
-                del self._sums[key]
-            self._sums[source, deck] = np.cumsum(tokens, dtype=np.int64) - tokens / 2
-        return self._sums[source, deck]
+        assert self._tokens is not None, "asked by tokens only"
+        tokens = self._tokens[self._deck(source, deck, 0, int(self._decks[source]))]
+        sums: FloatArray = np.cumsum(tokens, dtype=np.int64) - tokens / 2
+        return sums
 
 
 class SourceRates(NamedTuple):

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,16 +33,14 @@ class Rendered:
         >>> Rendered("a?b", ((2, 3),)).replaced("?", ["long"])
         Rendered(text='alongb', targets=((5, 6),))
         """
-        before, *after = self.text.split(mark)
-        if len(after) != len(texts):
+        parts = self.text.split(mark)
+        if len(parts) != len(texts) + 1:
             raise ValueError(f"chat template must write {mark} for each of {len(texts)} videos, got {self.text!r:.200}")
-        shifts, offset = list[tuple[int, int]](), len(before)
-        for text, part in zip(texts, after, strict=True):
-            shifts.append((offset, len(text) - len(mark)))
-            offset += len(mark) + len(part)
-        moved = [sum(shift for at, shift in shifts if at < start) for start, _ in self.targets]
+        # A target moves by what the marks before it grow.
+        growth = list(accumulate((len(text) - len(mark) for text in texts), initial=0))
+        moved = [growth[self.text.count(mark, 0, start)] for start, _ in self.targets]
         targets = [(start + by, stop + by) for (start, stop), by in zip(self.targets, moved, strict=True)]
-        return Rendered(before + "".join(map("".join, zip(texts, after, strict=True))), tuple(targets))
+        return Rendered("".join(map("".join, zip(parts, [*texts, ""], strict=True))), tuple(targets))
 
 
 Render = Callable[[Conversation], Rendered]

@@ -285,7 +285,7 @@ def test_even_samples_are_left_as_they_are(omnibal, tmp_path, no_recompute):
         (("--today", "ddp", "--batch", "4"), "which is wrong: the batch of 4, ddp, recomputation 'full', what is"),
         (("--today", "ddp", "--batch", "4"), "; what would fit: zero1 in place of ddp, or LoRA of rank 16; --layouts"),
         (("--cluster", "A100-80GB", "--layouts"), "at least 2 devices for layouts to differ, got A100-80GB"),
-        (("--plot", "a.pdf"), "--plot must end in .png, got a.pdf"),
+        (("--plot", "a.pdf"), "--plot must be a PNG, whose name ends in .png, got a.pdf"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_in_one_line(refusal, lengths, arguments, message):
