@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from omnibal.engine.engine import OmnibalEngine
 
 
-STEPS: Final = 3
-"""Steps that are timed (Yao et al., OmniBal, ICML 2025: 3 per candidate)."""
+STEPS: Final = 3  # steps that are timed (Yao et al., OmniBal, ICML 2025: 3 per candidate)
 
 
 @dataclass(frozen=True)

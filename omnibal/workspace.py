@@ -83,12 +83,9 @@ class Workspace:
     files: RunFiles | None = None  # where things are kept; None without a ds_config
     source: object = "the ds_config"  # its name in messages
     overrides: Overrides = Overrides()
-    makes: bool = False
-    """Whether a plan that is missing may be made: commands make one, training refuses to begin."""
-    measures: bool = False
-    """Whether layers are measured on this machine, not counted."""
-    replaces: bool = False
-    """Whether the plan that training follows, and its profile, may be replaced."""
+    makes: bool = False  # whether a plan that is missing may be made: commands make one, training refuses to begin
+    measures: bool = False  # whether layers are measured on this machine, not counted
+    replaces: bool = False  # whether the plan that training follows, and its profile, may be replaced
     say: Say = LOG.info
     working: Working = _unseen
     warnings: list[str] = field(default_factory=list)  # of measurements whose costs are doubtful

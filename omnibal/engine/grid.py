@@ -26,8 +26,7 @@ from torch import Tensor
 
 from omnibal.cluster import Layout
 
-Pair = tuple[int, int]
-"""A rank, and one of the next stage."""
+Pair = tuple[int, int]  # a rank, and one of the next stage
 
 
 def pairs_below(layout: Layout, stage: int) -> list[list[Pair]]:

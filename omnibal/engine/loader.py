@@ -38,12 +38,10 @@ from omnibal.ranks import check_shared, gather, rank_zero_first, run_on_all_rank
 from omnibal.ranks.watchdog import WORK
 from omnibal.workspace import Workspace
 
-Steps = Iterator[tuple[Step, list[Batch]]]
-"""What a Loader iterates over."""
+Steps = Iterator[tuple[Step, list[Batch]]]  # what a Loader iterates over
 
 LOG: Final = logging.getLogger(__name__)
-COUNTED: Final = 4
-"""Numbers that all ranks add up before a step, beside those of columns and of ranks."""
+COUNTED: Final = 4  # numbers that all ranks add up before a step, beside those of columns and of ranks
 MEASURES: Final = "measures the samples"  # what rank 0 does while the others wait
 
 

@@ -256,8 +256,7 @@ def grouping(settings: OptimizerSection) -> str | None:
 class _GroupKey(NamedTuple):
     """What keeps a parameter group apart from others, whatever the layout and the values of settings."""
 
-    part: str
-    """The module that has a learning rate of its own; empty for the other modules together."""
+    part: str  # the module that has a learning rate of its own; empty for the other modules together
     is_undecayed: bool
     on_all_ranks: bool
 

@@ -32,10 +32,9 @@ View = Literal["images", "text", "nothing"]
 Batch = dict[str, Tensor]
 Collate = Callable[[list[dict[str, Tensor]]], Batch]
 
+# Key of a sample that cannot be read: its number and why; and of these in a pack, as bytes of JSON
 LEFT_OUT: Final = "left_out"
-"""Key of a sample that cannot be read: its number and why; and of these in a pack, as bytes of JSON."""
-PAD_TOKEN_ID: Final = 0
-"""The token of an empty pack; any would do, since nothing is learned from it."""
+PAD_TOKEN_ID: Final = 0  # the token of an empty pack; any would do, since nothing is learned from it
 
 
 class VlmDataset(Protocol):
@@ -67,25 +66,18 @@ def cores_of_process() -> int:
 class PackReader:
     """How a rank reads packs, and as which tensors."""
 
-    view: View
-    """What the rank reads of a sample; with ``"nothing"`` only the position is kept."""
-    pixel_shape: tuple[int, ...]
-    """(channels, height, width) of a tile, (values,) of a patch."""
-    pixel_dtype: torch.dtype = torch.float32
-    """The forward pass computes in this dtype."""
+    view: View  # what the rank reads of a sample; with "nothing" only the position is kept
+    pixel_shape: tuple[int, ...]  # (channels, height, width) of a tile, (values,) of a patch
+    pixel_dtype: torch.dtype = torch.float32  # the forward pass computes in this dtype
+    # Integers that the model reads beside pixels, by name, with the shape of an entry
     image_integers: Mapping[str, tuple[int, ...]] | None = None
-    """Integers that the model reads beside pixels, by name, with the shape of an entry."""
-    positions: Positions | None = None
-    """Counts the positions of a sample's tokens; see ``VisionLanguageModel``."""
-    share: Share | None = None
-    """The packs of a step that the rank reads; None for those of the sampler's rank."""
+    positions: Positions | None = None  # counts the positions of a sample's tokens; see VisionLanguageModel
+    share: Share | None = None  # the packs of a step that the rank reads; None for those of the sampler's rank
+    # DataLoader processes where images are decoded (where only texts are read, one will do); 0 to read in this
+    # process, when a step begins; None for one on each of this process's cores but one, which trains
     workers: int | None = None
-    """DataLoader processes where images are decoded (where only texts are read, one will do); 0 to read in this
-    process, when a step begins; None for one on each of this process's cores but one, which trains."""
-    ray: str | None = None
-    """Address of a Ray cluster that decodes images in place of ``workers``."""
-    pin_memory: bool = False
-    """Whether packs are copied to a GPU."""
+    ray: str | None = None  # address of a Ray cluster that decodes images in place of workers
+    pin_memory: bool = False  # whether packs are copied to a GPU
 
     def collate(self, samples: list[dict[str, Any]]) -> Batch:
         """A pack of samples as tensors, without those that cannot be read."""

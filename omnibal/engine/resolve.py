@@ -44,15 +44,13 @@ Weights = Path | Mapping[str, Tensor]
 class ResolvedRun:
     """What is trained and how: a ds_config with the model that it names, on the processes at hand."""
 
-    config: dict[str, Any]
-    """ds_config without the section."""
+    config: dict[str, Any]  # ds_config without the section
     section: OmnibalSection
-    folder: Path | None
-    """Hugging Face folder of the model; None where it has none."""
+    folder: Path | None  # Hugging Face folder of the model; None where it has none
     vlm: VisionLanguageModel
     layout: Layout
+    # Layers of each stage, by the ds_config or the plan that it names; None where a plan is given beside
     partition: Partition | None = None
-    """Layers of each stage, by the ds_config or the plan that it names; None where a plan is given beside."""
 
     @property
     def micro_batches(self) -> int:

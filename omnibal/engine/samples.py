@@ -29,8 +29,8 @@ from omnibal.ranks import gather, new_gloo_group
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.measure import image_tokens_per_tile
 
+# Settings by which samples are dealt out, and that a resumed run may have otherwise
 DEALT: Final = ("num_ranks", "micro_batches", "buffer")
-"""Settings by which samples are dealt out, and that a resumed run may have otherwise."""
 
 
 def checked_lengths(dataset: VlmDataset, name: str = "dataset") -> SampleLengths:

@@ -69,12 +69,10 @@ _SIMPLE: Final = (bool, int, float, str, list, tuple, type(None))
 class Settings:
     """Settings at the beginning of a run, before a step or a checkpoint changes what they became."""
 
-    keys: dict[str, Any]
-    """Values of the ds_config by key, from `omnibal.config.settings_of`."""
-    groups: list[dict[str, Any]]
-    """Settings of each parameter group of the optimizer."""
+    keys: dict[str, Any]  # values of the ds_config by key, from `omnibal.config.settings_of`
+    groups: list[dict[str, Any]]  # settings of each parameter group of the optimizer
+    # State of a learning-rate schedule that keeps its settings there; empty for DeepSpeed's, which keep the step
     schedule: dict[str, Any] = field(default_factory=dict)
-    """State of a learning-rate schedule that keeps its settings there; empty for DeepSpeed's, which keep the step."""
 
     @classmethod
     def of(cls, keys: dict[str, Any], optimizer: Any, scheduler: Any) -> "Settings":

@@ -26,8 +26,7 @@ from omnibal.families.base import Layer, encoder_layers
 from omnibal.profile.records import ModelProfile
 
 Boundaries = tuple[int, ...]
-Evaluate = Callable[[IntArray], FloatArray]
-"""From partitions, shape (partitions, stages + 1), to their seconds."""
+Evaluate = Callable[[IntArray], FloatArray]  # from partitions, shape (partitions, stages + 1), to their seconds
 _STEP = 1.01  # ratio of one limit on the slowest stage to the next: the model's optimum is met within 1 %
 _EVENNESS = 1e-3  # weight of even stages in a passage: decides among partitions that the model finds about equal
 _ROUNDING = 1 + 1e-12

@@ -267,8 +267,7 @@ _PROPOSALS: dict[str, Callable[[PartitionProblem], list[Boundaries]]] = {
     "model": lambda problem: model_optima(problem.mean.pace, problem.mean.passing, problem.micro_batches),
     "bound": lambda problem: [problem.least_bound],
 }
-METHODS = (*_PROPOSALS, "search")
-"""Names of the methods of :func:`search_partition`, from the simplest to the best."""
+METHODS = (*_PROPOSALS, "search")  # names of the methods of `search_partition`, from the simplest to the best
 
 
 def _simulate(problem: PartitionProblem, partitions: list[Boundaries]) -> dict[Boundaries, float]:

@@ -157,8 +157,8 @@ def _evaluate(models: Sequence[CostModel], load: Load) -> FloatArray:
     return values.take([places[model] for model in models], axis=-1)
 
 
+# In place of the number of a micro-batch: an instruction of the spread encoder, on a device's share of the images
 IMAGES: Final = -1
-"""In place of the number of a micro-batch: an instruction of the spread encoder, on a device's share of the images."""
 
 
 def split_profile(profile: ModelProfile) -> tuple[ModelProfile, ModelProfile]:
@@ -194,8 +194,7 @@ class Exchanges:
 
     pixels: float
     features: float
-    gradients: float
-    """Of features; 0 where the encoder is frozen."""
+    gradients: float  # of features; 0 where the encoder is frozen
 
     @classmethod
     def of(cls, encoder: ModelProfile, load: Load, layout: Layout, links: Links) -> Exchanges:
@@ -221,8 +220,7 @@ class Exchanges:
 class EncoderWork:
     """What all devices do together for the images of a step, before the LLM's pipeline and behind it."""
 
-    times: StepTimes
-    """Of the encoder's layers; its one micro-batch is a device's share."""
+    times: StepTimes  # of the encoder's layers; its one micro-batch is a device's share
     exchanges: Exchanges
 
     @classmethod

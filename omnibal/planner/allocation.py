@@ -62,8 +62,7 @@ class ParallelismUnit:
     num_stages: int
     num_replicas: int
     num_tensor: int
-    memory_bytes: int
-    """What a device of the unit's first stage holds."""
+    memory_bytes: int  # what a device of the unit's first stage holds
 
     @property
     def num_devices(self) -> int:

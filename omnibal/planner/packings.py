@@ -172,8 +172,7 @@ def num_replicas_on(
     return num_ranks // behind
 
 
-StepLoads = tuple[tuple[Load, ...], ...]
-"""For each step a Load per replica with an entry per micro-batch."""
+StepLoads = tuple[tuple[Load, ...], ...]  # for each step a Load per replica with an entry per micro-batch
 LEAST_SAMPLES = 8192  # samples that are packed at least to learn what packs are like
 LEAST_STEPS = 32  # steps at least: an incomplete last step makes the packs of all steps smaller
 SIMULATED = 1024  # micro-batches, of all replicas, that a packing is judged by: fewer make the choice of limits luck
@@ -189,10 +188,8 @@ class Packing:
     micro_batches: int
     samples_per_step: float
     steps: StepLoads
-    largest: Load
-    """A micro-batch that none within the limits exceeds."""
-    numbers: tuple[int, ...] = ()
-    """Numbers of these steps in the epoch; empty if they are made up."""
+    largest: Load  # a micro-batch that none within the limits exceeds
+    numbers: tuple[int, ...] = ()  # numbers of these steps in the epoch; empty if they are made up
 
     @classmethod
     def of(cls, epoch: Epoch, lengths: SampleLengths, limits: PackLimits, numbers: IntArray) -> Packing:

@@ -37,16 +37,14 @@ from omnibal.profile.records import LEVELS, Level, ModelProfile, every_layer
 _FAR = 1e3  # penalty for a stage over its memory budget, in forward passes of the whole model
 _FINALISTS = 3  # packings of each schedule that go through local search: those with the fastest proposals
 _STARTS = 4  # optima of the closed formula that local search starts from
-RANDOM: Final = "random batches"
-"""The name of the first variant."""
+RANDOM: Final = "random batches"  # the name of the first variant
 
 
 @dataclass(frozen=True)
 class Choice:
     model: StepModel
     boundaries: Boundaries
-    step_seconds: float
-    """Mean over the steps of the packing."""
+    step_seconds: float  # mean over the steps of the packing
 
     @property
     def partition(self) -> Partition:
@@ -125,14 +123,10 @@ def _best(model: StepModel, seconds: dict[Boundaries, float]) -> Choice:
 
 @dataclass(frozen=True)
 class PlacedStep:
-    plan: Plan
-    """Its layout, cut and recompute levels; layers of a spread encoder are counted with the first stage."""
-    step_seconds: float
-    """Mean over the steps of the packing."""
-    recompute_seconds: float
-    """Seconds of all devices together that a step recomputes."""
-    peak_bytes: int
-    """What the fullest device holds."""
+    plan: Plan  # its layout, cut and recompute levels; layers of a spread encoder are counted with the first stage
+    step_seconds: float  # mean over the steps of the packing
+    recompute_seconds: float  # seconds of all devices together that a step recomputes
+    peak_bytes: int  # what the fullest device holds
 
 
 def placed_step(costs: StepCosts, schedule: ScheduleName, level: Level = "none") -> PlacedStep:
@@ -169,10 +163,9 @@ def _recomputed(costs: StepCosts, levels: tuple[Level, ...]) -> float:
 @dataclass(frozen=True)
 class PlanResult:
     plan: Plan
+    # The choice that the plan was made of: the first of tried, unless trials on the engine preferred another
     choice: Choice
-    """The choice that the plan was made of: the first of ``tried``, unless trials on the engine preferred another."""
-    tried: tuple[Choice, ...]
-    """A choice for every packing and number of stages that fits, fastest per sample first."""
+    tried: tuple[Choice, ...]  # a choice for every packing and number of stages that fits, fastest per sample first
 
     def plan_of(self, choice: Choice) -> Plan:
         return _plan(choice, self.plan.made_from)
