@@ -40,13 +40,10 @@ WHOLE: Final = Vocabulary()
 
 
 def targets_of(labels: Tensor) -> dict[str, Tensor]:
-    """What the last layer needs to know of labels; this is the one place where they are shifted.
+    """What the last layer needs to know of labels, (1, tokens), which are shifted here and nowhere else.
 
-    Labels are (1, tokens), int64, not shifted, ``IGNORED`` where there is no target.
-
-    Returns:
-        ``target_rows``, the rows that predict a target, ascending, and ``targets``, the tokens that they should
-        predict; both (targets,), int64.
+    ``target_rows`` are the rows that predict a target, ascending, ``targets`` the tokens that they should predict; both
+    are (targets,), int64. Labels are ``IGNORED`` where there is no target.
 
     >>> targets_of(torch.tensor([[-100, 7, -100, 9]]))
     {'target_rows': tensor([0, 2]), 'targets': tensor([7, 9])}
@@ -58,13 +55,9 @@ def targets_of(labels: Tensor) -> dict[str, Tensor]:
 
 
 def summed_loss(
-    head: LogitsOf,
-    parameters: Sequence[nn.Parameter],
-    rows: Tensor,
-    targets: Tensor,
-    weights: Tensor | None = None,
-    vocabulary: Vocabulary = WHOLE,
-) -> Tensor:
+    head: LogitsOf, parameters: Sequence[nn.Parameter], rows: Tensor, targets: Tensor,
+    weights: Tensor | None = None, vocabulary: Vocabulary = WHOLE,
+) -> Tensor:  # fmt: skip
     """Sum of the cross entropies of rows (targets, width), as of plain logits in float32; 0 of no rows.
 
     ``parameters`` are those of the head; ``weights`` are those of the rows' losses, by default 1.
@@ -113,14 +106,9 @@ class _SummedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any,
-        head: LogitsOf,
-        vocabulary: Vocabulary,
-        targets: Tensor,
-        weights: Tensor | None,
-        rows: Tensor,
-        *parameters: nn.Parameter,
-    ) -> Tensor:
+        context: Any, head: LogitsOf, vocabulary: Vocabulary, targets: Tensor, weights: Tensor | None,
+        rows: Tensor, *parameters: nn.Parameter,
+    ) -> Tensor:  # fmt: skip
         total, by_chunk = torch.zeros((), device=rows.device), []
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         sums: list[Tensor] = []

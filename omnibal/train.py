@@ -230,12 +230,9 @@ def _begin(engine: OmnibalEngine, workspace: Workspace) -> MetricsLog | None:
 
 
 def _train(
-    engine: OmnibalEngine,
-    run: RunSection,
-    log: MetricsLog | None,
-    evaluate: Callable[[tqdm], None],
+    engine: OmnibalEngine, run: RunSection, log: MetricsLog | None, evaluate: Callable[[tqdm], None],
     request: EndRequest,
-) -> bool:
+) -> bool:  # fmt: skip
     """Train to the end of the last epoch, or to ``max_steps``; rank 0 has a log and shows the progress bar.
 
     The memory of the second step is measured: by then the optimizer has its state. The result is whether the last step
@@ -330,12 +327,9 @@ def _calibrate(
 
 
 def _evaluate(
-    engine: OmnibalEngine,
-    held_out: Loader | None,
-    log: MetricsLog | None,
-    on_evaluation: OnEvaluation | None,
+    engine: OmnibalEngine, held_out: Loader | None, log: MetricsLog | None, on_evaluation: OnEvaluation | None,
     bar: tqdm,
-) -> None:
+) -> None:  # fmt: skip
     if held_out is not None:
         result = engine.evaluate(held_out)
         if log is not None:

@@ -52,15 +52,11 @@ def run_trials(
 ) -> Iterator[Trial]:
     """Train a few steps under a plan with DeepSpeed's real engine and launcher, or under one that fits in its place.
 
-    Every trial is a launch of its own, so that one that runs out of memory or crashes is a result and not the end.
-
-    Args:
-        config: Content of a ds_config with model and data; the plan's micro-batches replace the ds_config's.
-        plan: What the first trial trains under.
-        budget_bytes: The most that a device of each stage may hold; a trial that held more counts as out of memory. A
-            CPU has no other bound.
-        retreat: From a trial that ran out of memory to the plan to try in its place, or None.
+    ``config`` is the content of a ds_config with model and data; the plan's micro-batches replace the ds_config's. A
+    stage that held more than ``budget_bytes`` counts as out of memory: a CPU has no other bound. ``retreat`` gives the
+    plan to try in place of one that ran out, or None.
     """
+    # Every trial is a launch of its own, so that one that runs out of memory or crashes is a result and not the end.
     candidate: Plan | None = plan
     missing: tuple[int, ...] = ()
     while candidate is not None:

@@ -375,12 +375,9 @@ class Workspace:
         return len(self.lengths)
 
     def resolve_plan(
-        self,
-        records: Sequence[LayerRecord],
-        layout: Layout,
-        lengths: SampleLengths | None,
+        self, records: Sequence[LayerRecord], layout: Layout, lengths: SampleLengths | None,
         partition: Partition | None = None,
-    ) -> Plan:
+    ) -> Plan:  # fmt: skip
         """The plan that a run on these layers and ranks follows; ``lengths`` None: samples of a stream."""
         return resolve_plan(self.config, self.section, self.named_plan, records, layout, lengths, partition)
 

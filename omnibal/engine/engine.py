@@ -97,15 +97,10 @@ class OmnibalEngine(CheckpointedEngine):
     _skipped_in_a_row = 0
 
     def __init__(
-        self,
-        *,
-        resolved: ResolvedRun,
-        plan: Plan,
-        loader: Loader,
-        spare: Mapping[str, Tensor] = MappingProxyType({}),
-        on_gradient: OnGradient | None = None,
+        self, *, resolved: ResolvedRun, plan: Plan, loader: Loader,
+        spare: Mapping[str, Tensor] = MappingProxyType({}), on_gradient: OnGradient | None = None,
         **deepspeed_arguments: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         with replaced(deepspeed_engine, MonitorMaster=_ReportingMonitor):
             super().__init__(
                 table=plan.make_schedule() if plan.runs_table else None,

@@ -35,10 +35,9 @@ def pairs_below(layout: Layout, stage: int) -> list[list[Pair]]:
     A rank of the side with fewer replicas passes its micro-batch ``m`` in round ``m mod rounds``; a rank of the other
     side is in one round only.
 
-    Example:
-        >>> from omnibal.cluster import Encoder
-        >>> pairs_below(Layout(num_stages=2, num_replicas=2, encoder=Encoder(num_stages=1, num_replicas=1)), 0)
-        [[(0, 1)], [(0, 2)]]
+    >>> from omnibal.cluster import Encoder
+    >>> pairs_below(Layout(num_stages=2, num_replicas=2, encoder=Encoder(num_stages=1, num_replicas=1)), 0)
+    [[(0, 1)], [(0, 2)]]
     """
     (upper, num_tensor), (lower, _) = layout.shape(stage), layout.shape(stage + 1)
     fewer, more = sorted((upper, lower))

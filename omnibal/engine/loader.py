@@ -276,15 +276,11 @@ def training_loader(workspace: Workspace, resolved: ResolvedRun, dataset: Any) -
     view: View = "text" if position.stage == layout.num_stages - 1 else "nothing"
     reader = PackReader(
         share=Share(position.replica, layout.shape(position.stage)[0]) if layout.has_units else None,
-        view="images" if position.stage == 0 else view,
-        pixel_shape=resolved.vlm.pixel_shape,
-        pixel_dtype=resolved.dtype,
-        image_integers=resolved.vlm.image_integers,
-        positions=resolved.vlm.positions,
-        workers=data.workers,
-        ray=data.ray,
+        view="images" if position.stage == 0 else view, pixel_shape=resolved.vlm.pixel_shape,
+        pixel_dtype=resolved.dtype, image_integers=resolved.vlm.image_integers,
+        positions=resolved.vlm.positions, workers=data.workers, ray=data.ray,
         pin_memory=get_accelerator().device_name() == "cuda",
-    )
+    )  # fmt: skip
     # Samples with lengths are arranged by epochs; of a stream packs are planned as samples come.
     if hasattr(samples, "lengths"):
         return sample_loader(workspace, resolved, samples, position, reader)

@@ -149,11 +149,10 @@ class Schedule:
     def with_frozen_front(self, num_stages: int) -> Schedule:
         """The schedule without the backward passes of the first stages, and without gradients sent to them.
 
-        Example:
-            >>> print(one_f_one_b(3, 3).with_frozen_front(1))
-            F0 F1 F2
-            F0 F1 BW0 F2 BW1 BW2
-            F0 BW0 F1 BW1 F2 BW2
+        >>> print(one_f_one_b(3, 3).with_frozen_front(1))
+        F0 F1 F2
+        F0 F1 BW0 F2 BW1 BW2
+        F0 BW0 F1 BW1 F2 BW2
         """
         if num_stages == 0:
             return self

@@ -63,9 +63,8 @@ def gather(value: T | Exception, *, where: str | None = None, group: dist.Proces
     A rank that has failed passes its exception in place of a value. Then all ranks raise the failure of the first such
     rank: its message follows the rank's name, and its class is kept if it is one of omnibal's.
 
-    Args:
-        where: The name of this rank in messages, such as ``"rank 3, stage 1"``; by default ``"rank 3"``.
-        group: A gloo group, by default of all ranks; a thread needs one of its own (`new_gloo_group`).
+    ``where`` is the name of this rank in messages, such as ``"rank 3, stage 1"``. ``group`` is a gloo group, by default
+    of all ranks; a thread needs one of its own (`new_gloo_group`).
     """
     rank, num_ranks = rank_and_size()[0], dist.get_world_size(group) if dist.is_initialized() else 1
     own: Any = value
@@ -114,10 +113,8 @@ def run_on_all_ranks(work: Callable[[], T], *, where: str | None = None) -> T:
 def rank_zero_only(work: Callable[[], T], *, doing: str, where: str | None = None) -> T:
     """Run ``work`` on rank 0 alone; all ranks return its result, or raise its failure.
 
-    Args:
-        work: Must not communicate; may take hours. Pickle must be able to write its result.
-        doing: What rank 0 is doing, for the one line that the others print, such as ``"measures the samples"``.
-        where: The name of this rank in messages, as for `gather`.
+    It must not communicate, and may take hours; pickle must be able to write its result. ``doing`` is for the one line
+    that the others print, such as ``"measures the samples"``.
     """
     if not dist.is_initialized():  # a turn that one process counts before all meet would be missing on the others
         return run_on_all_ranks(work, where=where)
@@ -219,10 +216,8 @@ class Meeting:
     def extremes(self, position: Sequence[int], details: Sequence[int]) -> tuple[list[int], list[int]]:
         """The least and the greatest of all ranks' records, in the order of their numbers: position, details, rank.
 
-        Args:
-            position: Where this rank stands in its loop; later ones are greater. Once a rank has left before it
-                (`leave`), those that wait here end.
-            details: What is compared beside it; as many numbers on all ranks.
+        Later positions in this rank's loop are greater; once a rank has left before one (`leave`), those that wait
+        there end. ``details``, as many numbers on all ranks, are compared beside it.
         """
         self._last = self._loop, *position
         least = greatest = [*position, *details, self._ranks[self._own]]

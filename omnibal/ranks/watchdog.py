@@ -71,10 +71,8 @@ class Beat(NamedTuple):
 class Watchdog:
     """Watches the notes of this rank, and of the others while this one stands still.
 
-    Args:
-        names: How each rank is called in messages, such as ``"rank 3, stage 1"``.
-        told: The samples of a micro-batch of a rank in this rank's step, in words: ``", samples 3, 7"``, or ``""``.
-        seconds: How long a rank may stand still before it says so; after ``ENDS_AFTER`` times as long it ends.
+    A rank that stands still for so many ``seconds`` says so; after ``ENDS_AFTER`` times as long it ends. ``told`` has
+    the samples of a micro-batch of a rank in this rank's step, in words: ``", samples 3, 7"``, or ``""``.
     """
 
     def __init__(self, rank: int, names: Sequence[str], told: Callable[[int, int], str], seconds: float) -> None:
