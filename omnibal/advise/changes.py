@@ -350,7 +350,7 @@ def _best_packs(scenario: Scenario, recipe: Recipe, *, fills: bool = False) -> E
     recipes = [replace(recipe, micro_batches=count) for count in dict.fromkeys([recipe.micro_batches, *counts])]
     if fills:
         recipes = [scenario.estimate(each).filled().recipe for each in recipes]
-    return _fastest(scenario, recipes, recipe, least_fill=LEAST_FILL)
+    return _fastest(scenario, recipes, recipe, least_fill=LEAST_FILL) or _fastest(scenario, recipes, recipe)
 
 
 def _batch_sizes(recipe: Recipe, least: float = 1.0) -> list[Recipe]:

@@ -8,19 +8,21 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from omnibal.advise.batches import GROUPED, Batches, Batching, Samples, even_packs, padded_batches, random_packs
-from omnibal.advise.memory import USUAL, RankMemory, TrainingPrecision
-from omnibal.advise.wait import Sharding, exposed_seconds, phase_costs, wait
+from omnibal.advise.memory import USUAL, RankMemory, TrainingPrecision, free_levels, usable_bytes
+from omnibal.advise.wait import Sharding, exposed_seconds, host_seconds, phase_costs, wait
 from omnibal.cluster import Cluster
 from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.limits import PackLimits, fullest_load, largest_load
+from omnibal.data.limits import PackLimits, fullest_load
 from omnibal.data.step_size import limits_of_step
 from omnibal.errors import InfeasibleError, bytes_in_words
 from omnibal.memory.recompute import recompute_seconds
 from omnibal.profile.records import Level, ModelProfile
 
+STARTING: Final = "starting kernels"  # of small micro-batches, whose host takes longer than the device
 CAUSES: Final = (
-    "useful", "padding", "waiting for others' ViT", "waiting for others' LLM", "recomputation", "communication"
+    "useful", "padding", "waiting for others' ViT", "waiting for others' LLM", "recomputation", "communication",
+    STARTING,
 )  # fmt: skip
 """What the devices' time goes to; the update of the weights is useful."""
 SOUND: Final = "waiting for others' sounds"
@@ -34,7 +36,6 @@ DEVIATIONS: Final = 2  # standard deviations of chance that an error spans: 19 o
 # Over the number of samples: the share of the data that may be unlike all of them, in 19 of 20 cases. Source: the rule
 # of three; Hanley and Lippman-Hand, "If nothing goes wrong, is everything all right?", JAMA 1983.
 UNSEEN: Final = 3
-HEAD_ROOM: Final = 0.05  # share of a device's memory that stays free, as in PlanRequest
 SHARING_MORE: Final[tuple[Sharding, ...]] = ("ddp", "zero1", "zero2", "zero3")  # each holds less than the one before
 ADAPTERS: Final = "LoRA of rank 16"
 TOGETHER: Final = " together with "
@@ -213,19 +214,12 @@ class Estimate:
         """With as few layers that recompute as fit beside the fullest micro-batch; as it is if all of them must.
 
         Args:
-            beside_limits: Whether they fit beside the planner's fullest pack too, whose limits take long to find.
+            beside_limits: Whether that is the planner's, as for ``balance``; its limits take long to find.
         """
-        profile, lengths = self.scenario.profile, self.scenario.lengths
-        fullest = Load.stack([batches.loads.max() for batches in self.batches]).max()
-        if beside_limits:
-            planned = fullest_load(lengths, self.limits_for(lengths, holds_all=False))
-            fullest = Load.stack([planned, fullest]).max()
+        profile = self.scenario.profile
+        fullest = self._planned if beside_limits else Load.stack([each.loads.max() for each in self.batches]).max()
         seconds = recompute_seconds(profile, self.batches[0].loads)
-        blocks = (layer.kind.endswith("_block") for layer in profile.layers)  # transformers recomputes no others
-        free = [is_block and reached for is_block, reached in zip(blocks, profile.reached, strict=True)]
-        cluster = replace(self.scenario.cluster, memory_bytes=int(self._usable_bytes))
-        given: list[Level | None] = [None if is_free else "none" for is_free in free]
-        found = replace(self.memory, cluster=cluster).filled(fullest, seconds, given)
+        found = self.memory.filled(fullest, seconds, free_levels(profile), self._usable_bytes)
         return self if found is None else self.scenario.estimate(replace(self.recipe, recompute=found.levels))
 
     @cached_property
@@ -233,11 +227,22 @@ class Estimate:
         """Bytes of the fullest rank of any step, and of a rank on average."""
         ranks = [self.memory.peak_bytes(batches.loads).max(axis=2) for batches in self.batches]
         fullest, mean = max(float(peaks.max()) for peaks in ranks), float(np.mean([peaks.mean() for peaks in ranks]))
-        if self.recipe.batching == "even" and mean <= self._usable_bytes < fullest:
-            # Even packs divide the samples of one step. The planner's are cut by limits, from samples of many steps.
-            most = largest_load(self.scenario.lengths, self.limits_for(self.scenario.lengths, holds_all=True))
-            fullest = min(fullest, float(self.memory.peak_bytes(most)))
+        # Even packs divide the samples of one step. The planner's are cut by limits, from samples of many steps; under
+        # ``balance``, which frees layers beside these, nothing else counts.
+        if self.recipe.batching == "even" and (mean <= self._usable_bytes < fullest or not self._recomputes_alike):
+            planned = float(self.memory.peak_bytes(self._planned))
+            fullest = min(fullest, planned) if self._recomputes_alike else planned
         return fullest, mean
+
+    @property
+    def _recomputes_alike(self) -> bool:
+        return isinstance(self.recipe.recompute, str)
+
+    @cached_property
+    def _planned(self) -> Load:
+        """The fullest pack of the planner, under limits as they are pasted."""
+        lengths = self.scenario.lengths
+        return fullest_load(lengths, self.limits_for(lengths, holds_all=not self.scenario.fills))
 
     def limits_for(self, lengths: SampleLengths, *, holds_all: bool) -> PackLimits:
         """Limits in about the proportion of the packs, under which a step of the planner has as many samples."""
@@ -246,12 +251,12 @@ class Estimate:
 
     @property
     def missing_bytes(self) -> int:
-        """What the fullest rank lacks, with the head room; negative or 0 where it fits."""
+        """What the fullest rank lacks, with the margin; negative or 0 where it fits."""
         return int(self.peaks[0] - self._usable_bytes)
 
     @property
     def _usable_bytes(self) -> float:
-        return self.memory.budget_bytes * (1 - HEAD_ROOM)
+        return usable_bytes(self.memory.budget_bytes)
 
     @property
     def fits(self) -> bool:
@@ -266,6 +271,11 @@ class Estimate:
         costs = {phase: cost(loads) for phase, cost in again.items()}
         plain, real = ({phase: cost(each) for phase, cost in once_through.items()} for each in (loads, batches.real))
         run, once, useful = (float(sum(seconds.sum() for seconds in each.values())) for each in (costs, plain, real))
+        # A micro-batch takes at least what its host does; all of its phases are taken to last longer alike.
+        busy: FloatArray = np.sum(list(costs.values()), axis=0)
+        least = np.maximum(host_seconds(self.scenario.profile, recompute=recipe.recompute), busy)
+        started = float((least - busy).sum())
+        costs = {phase: seconds * (least / busy) for phase, seconds in costs.items()}
         waits = {phase: seconds.sum() for phase, seconds in wait(costs, recipe.sharding).items()}
         waited = float(sum(waits.values()))
         # A phase in which the last rank spends less makes up for a part of another one's waits.
@@ -285,6 +295,7 @@ class Estimate:
             left,
             run - once,
             float(exposed.sum()) * ranks,
+            started,
             *beside,
         ]
         return np.array(spent) / batches.num_samples

@@ -262,7 +262,7 @@ class Weighing:
         of_cause = dict(zip(self.scenario.causes, spent.tolist(), strict=True))
         useful, recomputed = of_cause["useful"] + of_cause["padding"], of_cause["recomputation"]
         waited = sum(seconds for cause, seconds in of_cause.items() if cause.startswith("waiting"))
-        sent = hidden = of_cause["communication"]
+        sent = hidden = of_cause["communication"]  # what starting kernels takes is counted of no layout
         if rearranged:
             # Each phase gets an even division of its own. Images are few and large, so that some of a phase's waits
             # stay; then features go to their samples' ranks, and their gradients back.

@@ -9,10 +9,10 @@ which update a float32 copy of 16-bit weights by float32 copies of gradients (``
 Optimizers via Block-wise Quantization", ICLR 2022, and "QLoRA", NeurIPS 2023.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from omnibal.memory.recompute import least_recompute
 from omnibal.profile.records import ELEMENT_BYTES, LEVELS, LayerCost, Level, ModelProfile, every_layer
 
 FLOAT32, FLOAT16 = 4, 2
+# What a device keeps free, the larger of the two: counted peaks are not exact, and allocators fragment.
+MARGIN_SHARE, MARGIN_BYTES = 0.06, 2 * 2**30
 # Layers whose parameters are matrices, but for a few: Muon keeps less of these than of embeddings, heads and norms.
 BLOCKS: Final = (
     "vision_block", "window_block", "deepstack_block", "decoder_block", "projector", "sound_block", "sound_projector",
@@ -44,6 +46,43 @@ SHARED: Final[dict[Sharding, tuple[str, ...]]] = {
     "fsdp": ("optimizer_bytes", "gradient_bytes", "parameter_bytes"),
 }
 """What ranks hold only their share of."""
+
+
+Word = Literal["fill", "none", "full"]
+"""What becomes of a part's layers under gradient checkpointing: as many recompute as must, none, or all."""
+
+
+def usable_bytes(device_bytes: float) -> float:
+    """What a run may take of a device, less the margin.
+
+    >>> usable_bytes(80 * 2**30) / 2**30, usable_bytes(20 * 2**30) / 2**30
+    (75.2, 18.0)
+    """
+    return device_bytes - max(MARGIN_SHARE * device_bytes, MARGIN_BYTES)
+
+
+def free_levels(
+    profile: ModelProfile, flagged: Collection[int] | None = None, words: Mapping[str, Word] | None = None
+) -> tuple[Level | None, ...]:
+    """The level that each layer keeps under gradient checkpointing, or None for one that is free to be chosen.
+
+    Args:
+        profile: The model's layers.
+        flagged: Numbers of the layers that recompute by a flag of their own; by default all blocks, as in transformers.
+        words: What becomes of a part ("vision", "sound", "language"); by default all are filled.
+    """
+    if flagged is None:
+        flagged = {index for index, layer in enumerate(profile.layers) if layer.kind.endswith("_block")}
+    given = list[Level | None]()
+    for index, (layer, is_reached) in enumerate(zip(profile.layers, profile.reached, strict=True)):
+        word = (words or {}).get(layer.module, "fill")
+        if index not in flagged:  # embeddings, norms and the like never recompute in transformers
+            given.append("none")
+        elif word == "fill":
+            given.append(None if is_reached else "none")  # no backward pass needs what others keep
+        else:
+            given.append(cast(Level, word))
+    return tuple(given)
 
 
 class Optimizer(NamedTuple):
@@ -217,24 +256,28 @@ class RankMemory:
         held: FloatArray = self.state_bytes + np.maximum(running, self.update_bytes)
         return held
 
-    def filled(self, load: Load, seconds: FloatArray, given: Sequence[Level | None]) -> "RankMemory | None":
+    def filled(
+        self, load: Load, seconds: FloatArray, given: Sequence[Level | None], budget_bytes: float | None = None
+    ) -> "RankMemory | None":
         """The levels of least recomputation under which a micro-batch fits the budget; None if none do.
 
         Args:
             load: What the largest micro-batch of the run holds.
             seconds: What each level adds to a layer's backward pass, shape (layers, levels).
-            given: The level that a layer keeps, or None for one that is free: it recomputes nothing or everything.
+            given: From ``free_levels``; a layer that is free recomputes nothing or everything.
+            budget_bytes: What a rank may hold; by default what its device has.
         """
+        budget_bytes = self.budget_bytes if budget_bytes is None else budget_bytes
         for everything in ("none", "full"):
             tried = replace(self, recompute=tuple(level or everything for level in given))
-            if tried.peak_bytes(load) <= self.budget_bytes:
+            if tried.peak_bytes(load) <= budget_bytes:
                 break
         else:
             return None
         if everything == "none":
             return tried
         # A backward pass is taken to need what it needs where every free layer recomputes: no choice needs more.
-        room = self.budget_bytes - self.state_bytes - int(np.ceil(tried._passing_bytes(load)))
+        room = int(budget_bytes) - self.state_bytes - int(np.ceil(tried._passing_bytes(load)))
 
         def kept_bytes(layer: int, level: Level) -> int:
             if level not in (("none", "full") if given[layer] is None else (tried.levels[layer],)):

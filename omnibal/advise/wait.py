@@ -10,6 +10,7 @@ Assumptions:
   the last ones reduced, beside a whole phase (DeepSpeed's ``overlap_comm`` and prefetching, FSDP's and DDP's own).
 - All devices of a node send and receive at the same time, each over its share of the network (NCCL's rings or trees).
 - Gradients travel in the 16 bits of the forward pass.
+- A micro-batch takes at least the time in which the host starts its operations, one by one.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from omnibal.cluster import Cluster, Layout
 from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.device import LINK_FRACTION
 from omnibal.errors import ConfigError
-from omnibal.profile.records import Level, ModelProfile
+from omnibal.profile.records import LayerCost, Level, ModelProfile
 
 Sharding = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
 """What data-parallel ranks share; plain DDP accumulates under ``no_sync``, as Trainer and Accelerate do."""
@@ -42,6 +43,12 @@ PHASES: Final = ("vision forward", "language forward", "language backward", "vis
 """The order in which all ranks run them; the projector belongs to vision."""
 SOUND_PHASES: Final = ("sound forward", "sound backward")
 """Further phases of a model that hears, first and last."""
+LAUNCH_SECONDS: Final = 30e-6
+"""What a host takes to start one operation of transformers' blocks: on one H200's machine it took 0.47 ms for the 14 of
+a ViT block's forward pass and 1.02 ms for the 38 of a decoder block, in a 1B model (tools/gpu/RESULTS.md, "Layers").
+With twice the operations backward, a micro-batch of an eighth of a pack comes to 0.11 s; its layers took 0.13 s."""
+BACKWARD_OPERATIONS: Final = 2  # over those of the forward pass
+_RMS_NORM, _ROTARY = 8, 10  # operations of a norm in float32, and of a rotary embedding of queries and keys
 
 
 def phase_seconds(profile: ModelProfile, loads: Load, *, recompute: Level = "none") -> dict[str, FloatArray]:
@@ -65,6 +72,37 @@ def phase_costs(profile: ModelProfile, *, recompute: Level | tuple[Level, ...] =
             again = layer.recompute_seconds.get(level, CostModel())
             costs[f"{part} backward"] += layer.backward_seconds + layer.weight_seconds + again
     return costs
+
+
+def host_seconds(profile: ModelProfile, *, recompute: Level | tuple[Level, ...] = "none") -> float:
+    """The least seconds of a micro-batch, whatever it holds: a host starts all operations of its blocks.
+
+    Measured costs have it in them. ``recompute`` is one level, or one for each layer.
+    """
+    if profile.versions:
+        return 0.0
+    levels = (recompute,) * len(profile.layers) if isinstance(recompute, str) else recompute
+    passes = (
+        1 + (BACKWARD_OPERATIONS + (level != "none") if is_reached else 0)
+        for is_reached, level in zip(profile.reached, levels, strict=True)
+    )
+    return LAUNCH_SECONDS * sum(operations(layer) * each for layer, each in zip(profile.layers, passes, strict=True))
+
+
+def operations(layer: LayerCost) -> int:
+    """Kernels that the forward pass of a block starts, run operation by operation; 0 of what is no block.
+
+    Experts count as one MLP, and adapters not at all.
+    """
+    sizes = layer.sizes
+    if not layer.kind.endswith("_block"):
+        return 0
+    # Products, attention, sums of branches, the activation (and its product with the other branch), scales, norms.
+    if layer.kind == "decoder_block":
+        return 7 + 1 + 2 + 2 + _ROTARY + _RMS_NORM * (2 + sizes["qk_norms"])
+    matrices, norms = sizes.get("mlp_matrices", 2), sizes["rms_norms"]
+    scales = sizes.get("residual_scales", 2) + _ROTARY * sizes.get("rotary", 0)
+    return 4 + matrices + 1 + 2 + matrices - 1 + scales + 2 - norms + _RMS_NORM * (norms + sizes["qk_norms"])
 
 
 def sample_costs(profile: ModelProfile, *, recompute: Level = "none") -> dict[str, CostModel]:

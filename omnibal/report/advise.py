@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from omnibal.advise.changes import SAME_STEP, Advice, TriedChange, count_of
-from omnibal.advise.estimate import MODEL_ERROR, UNSEEN, Estimate
+from omnibal.advise.estimate import MODEL_ERROR, STARTING, UNSEEN, Estimate
 from omnibal.advise.measuring import frames_that_fit
 from omnibal.advise.memory import FLOAT16, USUAL
 from omnibal.advise.paste import (
@@ -40,7 +40,8 @@ from omnibal.report.style import (
 if TYPE_CHECKING:
     from omnibal.report.layouts import LayoutReport  # its loops are compiled, which no other advice needs
 
-CAUSE_COLOURS: Final = (GREEN, GREY, VERMILION, ORANGE, PINK, BLUE, SKY)
+CAUSE_COLOURS: Final = (GREEN, GREY, VERMILION, ORANGE, PINK, BLUE, "black", SKY)
+LEAST_SHARE: Final = 0.005
 SAME_LAYOUT: Final = 0.03  # share by which layouts may differ and still count as equally fast
 BEST: Final = "your best settings"
 
@@ -107,7 +108,9 @@ class Report:
         if (lacks := today.peaks[0] / GIB - self._budget) > 0:
             fits = f"; it would fit with {', or '.join(advice.fitting)}" if advice.fitting else ""
             found.append(f"memory: today's fullest micro-batch lacks {lacks:.1f} GiB and would end the run{fits}")
-        shares = ", ".join(f"{share:.0%} {cause}" for cause, share in today.shares.items())
+        shares = ", ".join(
+            f"{share:.0%} {cause}" for cause, share in today.shares.items() if share >= LEAST_SHARE or cause != STARTING
+        )
         found.append(f"today: {today.samples_per_second:,.1f} samples/s; time of the GPUs: {shares}")
         found.append("changes, each on top of the lines above it; 0: your trainer's settings; 1, 2, ...: with packs")
         # Changes that are parts of packs say nothing by themselves if packs as a whole bring nothing.
@@ -255,8 +258,10 @@ def draw(report: Report, path: Path) -> None:
     with drawing(path, 9.6, 3.0) as figure:
         left_axes, right_axes = figure.subplots(1, 2, width_ratios=(3, 2))
         # Left: a bar for each row, with a part for each cause.
-        parts = {cause: shares[: len(rows)] for cause, *shares in advice.causes}
-        stacked_bars(left_axes, rows, parts, CAUSE_COLOURS[: len(parts)])
+        parts = {cause: shares[: len(rows)] for cause, *shares in advice.causes if any(shares)}
+        stacked_bars(
+            left_axes, rows, parts, [CAUSE_COLOURS[advice.today.scenario.causes.index(cause)] for cause in parts]
+        )
         left_axes.set_xlabel("time of the devices for a sample, today's is 1")
         left_axes.set_title("Where the time goes", loc="left")
         # Right: a bar for each change with its error.

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from omnibal.advise.changes import advise
-from omnibal.advise.estimate import CAUSES, Recipe, Scenario
+from omnibal.advise.estimate import CAUSES, STARTING, Recipe, Scenario
 from omnibal.advise.memory import LOGIT_BYTES, RankMemory
 from omnibal.advise.models import Model, adapted_profile
-from omnibal.advise.wait import bandwidth, exposed_seconds, phase_seconds
+from omnibal.advise.wait import bandwidth, exposed_seconds, host_seconds, phase_seconds
 from omnibal.cluster import Cluster, Layout
 from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
@@ -39,6 +39,24 @@ def test_shares_are_of_all_time_and_even_samples_wait_for_nobody():
     # a forward pass of three, of what is not waited for
     run = 1 - sum(mixed.shares[cause] for cause in CAUSES if cause.startswith("waiting"))
     assert mixed.shares["recomputation"] / run == pytest.approx(1 / 4, abs=0.03)
+
+
+def test_small_micro_batches_wait_for_their_host():
+    """By operations alone a hundred words take a few milliseconds, and starting those of 48 blocks many more."""
+    profile = analytic_profile(Model.known("InternVL3-1B").records, EIGHT.device)
+    words = SampleLengths([0] * 50, [100] * 50)
+    few, many = (
+        scenario(words, profile, per_rank=128).estimate(Recipe("ddp", batch=batch, micro_batches=128 // batch))
+        for batch in (1, 128)
+    )
+    host = host_seconds(profile, recompute="full")
+    assert float(few.sample_seconds.mean()) == pytest.approx(host, rel=0.02)  # the update is beside it
+    assert few.shares[STARTING] > 0.9 and many.shares[STARTING] == 0
+    assert sum(few.shares.values()) == pytest.approx(1)
+    assert few.shares["useful"] * few.sample_seconds.mean() == pytest.approx(
+        many.shares["useful"] * many.sample_seconds.mean(), rel=0.01
+    )
+    assert few.samples_per_second < many.samples_per_second / 10
 
 
 def test_ranks_wait_most_where_they_meet_most():

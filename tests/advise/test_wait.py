@@ -1,12 +1,15 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from omnibal.advise.models import adapted_profile
-from omnibal.advise.wait import MEETINGS, PHASES, phase_seconds, wait
+from omnibal.advise.models import Model, adapted_profile
+from omnibal.advise.wait import LAUNCH_SECONDS, MEETINGS, PHASES, host_seconds, operations, phase_seconds, wait
 from omnibal.cost import Load
+from omnibal.device import Device
 from omnibal.errors import ConfigError
 from omnibal.profile.counted import analytic_profile
 from tests.profile.test_counted import COUNTER, RECORDS
@@ -102,6 +105,27 @@ def test_a_frozen_front_has_no_backward_pass():
     np.testing.assert_array_equal(frozen["language backward"], plain["language backward"])
     behind = seconds(frozen=("language",))  # gradients pass it, its weights have none
     assert (behind["language backward"] < seconds()["language backward"]).all()
+
+
+def test_a_host_starts_the_operations_of_all_blocks():
+    records = Model.known("InternVL3-1B").records
+    profile = analytic_profile(records, Device.named("H200"))
+    by_kind = {layer.kind: operations(layer) for layer in profile.layers}
+    assert (by_kind["vision_block"], by_kind["decoder_block"], by_kind["head"]) == (14, 38, 0)
+    # what one H200's host took for the forward pass of each, and for both passes of an eighth of a pack
+    assert pytest.approx(0.47e-3, rel=0.15) == LAUNCH_SECONDS * 14
+    assert pytest.approx(1.02e-3, rel=0.15) == LAUNCH_SECONDS * 38
+    found = host_seconds(profile)
+    assert found == pytest.approx(24 * (14 + 38) * 3 * LAUNCH_SECONDS)
+    assert 0.8 * 0.13 < found < 0.13
+    assert host_seconds(profile, recompute="full") == pytest.approx(4 / 3 * found)
+    frozen = analytic_profile(records, Device.named("H200"), frozen=("vision", "projector"))
+    assert host_seconds(frozen) == pytest.approx(24 * (14 + 3 * 38) * LAUNCH_SECONDS)
+    assert host_seconds(replace(profile, versions={"torch": "2.13"})) == 0  # measured costs have it in them
+    qwen = {
+        layer.kind: operations(layer) for layer in analytic_profile(Model.known("Qwen3-VL-8B").records, COUNTER).layers
+    }
+    assert qwen["decoder_block"] == 38 + 2 * 8  # norms of queries and keys
 
 
 @pytest.mark.parametrize("rank", [1, 8])

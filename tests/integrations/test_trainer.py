@@ -48,7 +48,7 @@ from omnibal.processes import ENDS
 from tests.engine.launch import launch
 from tests.integrations.items import Collate, config_of, items_of
 from tests.integrations.test_compare import check_compare
-from tests.integrations.test_trainer_memory import check_unlike_devices
+from tests.integrations.test_trainer_memory import check_held_by_deepspeed, check_unlike_devices
 from tests.integrations.trainers import (
     LEARNING_RATE,
     LIMITS,
@@ -315,6 +315,8 @@ def train_others(folder):
         check_compare(folder / "compared")
         for layout in ("ddp", "zero2", "zero3", "fsdp"):
             check_unlike_devices(folder / f"devices-{layout}", layout)
+        for layout in ("zero1", "zero2", "zero3"):
+            check_held_by_deepspeed(folder / f"held-{layout}", layout)
     return True
 
 

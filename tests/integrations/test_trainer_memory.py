@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 from unittest import mock
 
@@ -10,9 +11,9 @@ import pytest
 import torch
 from accelerate.utils import DistributedDataParallelKwargs
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, TrainerCallback
 
-from omnibal.advise.memory import OPTIMIZERS, RankMemory
+from omnibal.advise.memory import OPTIMIZERS, SHARED, RankMemory
 from omnibal.cluster import OVERHEAD_BYTES, Cluster
 from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
@@ -25,9 +26,10 @@ from omnibal.integrations.trainer.recompute import FillsMemory
 from omnibal.integrations.trainer.settings import TrainerSettings
 from omnibal.integrations.trainer.steps import counted_profile
 from omnibal.integrations.transformers import balance
+from omnibal.profile.records import ELEMENT_BYTES
 from omnibal.ranks import gather
 from tests.integrations.items import config_of
-from tests.integrations.trainers import Case, trainer_of
+from tests.integrations.trainers import LIMITS, Case, trainer_of, zero_config
 from tests.vlm.families import plain_family_model
 from tools.gpu.models import config_of as public_config
 from tools.gpu.models import made_lengths
@@ -272,6 +274,71 @@ def check_unlike_devices(folder, layout):
     assert fitted.micro_batches > plain.micro_batches
     assert len(set(gather((fitted.limits, fitted.micro_batches)))) == 1
     assert max(peaks_of(trainer, fitted)) <= room
+
+
+class Looks(TrainerCallback):
+    """Notes the tensors of each kind that DeepSpeed's ZeRO holds on a rank."""
+
+    def __init__(self, trainer):
+        self.trainer, self.weights, self.gradients, self.optimizer = trainer, {}, {}, {}
+
+    def on_train_begin(self, *_, **__):
+        zero, stage = self.trainer.deepspeed.optimizer, self.trainer.deepspeed.zero_optimization_stage()
+        # Gradients are whole on each rank under ZeRO 1 until they are summed, and shared under 2 and 3.
+        noted = "reduce_gradients" if stage == 1 else "step"
+        plain = getattr(zero, noted)
+
+        def noting(*args, **options):
+            if stage == 1:
+                self.gradients = storages(weight.grad for weight in self.trainer.model.parameters())
+            elif stage == 2:
+                self.gradients = storages(chain.from_iterable(zero.averaged_gradients.values()))
+            else:
+                self.gradients = storages([zero.grad_partitions_flat_buffer])
+            return plain(*args, **options)
+
+        setattr(zero, noted, noting)
+
+    def on_train_end(self, *_, **__):
+        zero, states = self.trainer.deepspeed.optimizer, []
+        self.weights = storages(getattr(weight, "ds_tensor", weight) for weight in self.trainer.model.parameters())
+        for master, state in zero.optimizer.state.items():
+            states += [master, *(value for value in state.values() if value.dim())]
+        self.optimizer = storages(states)
+
+
+def storages(tensors):
+    """Bytes by address."""
+    found = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+def check_held_by_deepspeed(folder, layout):
+    """On each process: weights, gradients and optimizer that DeepSpeed holds are those that are counted of a rank."""
+    for dtype in ("float32", "bfloat16"):
+        config = zero_config(int(layout[-1])) | {"bf16": {"enabled": dtype == "bfloat16"}}
+        options = {"deepspeed": config, "bf16": dtype == "bfloat16", "optim": "adamw_torch"}
+        trainer = trainer_of(Case("internvl", layout, options=options), folder / dtype, max_steps=1)
+        balance(trainer, LIMITS["internvl"])
+        looks = Looks(trainer)
+        trainer.add_callback(looks)
+        memory = TrainerSettings.of(trainer).memory(counted_profile(trainer.model, None), 8.0)
+        trainer.train()
+        ranks, optimizer = trainer.args.world_size, looks.optimizer.keys() - looks.weights.keys()
+        sizes = [getattr(weight, "ds_numel", weight.numel()) for weight in trainer.model.parameters()]
+        largest = max(sizes) * ELEMENT_BYTES[dtype]
+        held = {
+            "parameter_bytes": sum(looks.weights.values()),
+            "gradient_bytes": sum(looks.gradients.values()),
+            "optimizer_bytes": sum(looks.optimizer[place] for place in optimizer),
+        }
+        assert memory.profile.dtype == dtype
+        for name, found in held.items():
+            counted = sum(getattr(layer, name) for layer in memory.held.layers)
+            counted /= ranks if name in SHARED[layout] else 1
+            # Under ZeRO 2 a tensor that lies in two ranks' parts is whole on both.
+            whole = largest if (layout, name) == ("zero2", "gradient_bytes") else 0
+            assert 0.98 * counted <= found <= 1.02 * (counted + whole), (layout, dtype, name, found / counted)
 
 
 def test_a_device_that_seems_too_small_warns_and_trains(tmp_path, monkeypatch, capsys):

@@ -1,15 +1,18 @@
 """Layers that balance frees from recomputation: what they keep, which they are, and that nothing else changes."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from omnibal.advise.memory import RankMemory
+from omnibal.advise.changes import advise
+from omnibal.advise.estimate import Recipe, Scenario
+from omnibal.advise.memory import RankMemory, free_levels, usable_bytes
 from omnibal.cluster import OVERHEAD_BYTES, Cluster
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits, fullest_load
@@ -21,6 +24,7 @@ from omnibal.integrations.trainer.recompute import (
     REMEDY,
     FillsMemory,
     LayerChoice,
+    _requiring_hooks,
     flagged_layers,
 )
 from omnibal.integrations.trainer.steps import counted_profile, module_of
@@ -81,9 +85,17 @@ def recomputing(fills):
     return [fills.levels[index] == "full" for index in fills._choice.flagged]
 
 
-def flags_of(trainer):
-    flagged = flagged_layers(trainer.model, fills_of(trainer)._choice.costs)
-    return [module.gradient_checkpointing for module in flagged.values()]
+def flags_of(model):
+    return [
+        module.gradient_checkpointing for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
+
+
+class LastFlags(TrainerCallback):
+    """Layers' flags at the end of training, before the model is as it was given."""
+
+    def on_train_end(self, *_, model, **__):
+        self.found = flags_of(model)
 
 
 def room_for(trainer, sampler, share):
@@ -122,9 +134,10 @@ def trained(folder, recompute="as_is", share=None, case=None, **options):
     weights = Weights(trainer)
     trainer.add_callback(weights)
     balance(trainer, limits, recompute=recompute, **given)
-    runs = Runs(trainer.model)
+    runs, flags = Runs(trainer.model), LastFlags()
+    trainer.add_callback(flags)
     trainer.train()
-    return weights.steps, runs.found, trainer
+    return weights.steps, runs.found, trainer, flags.found
 
 
 def same(found, expected):
@@ -137,18 +150,17 @@ def same(found, expected):
 @pytest.mark.parametrize("frozen", [False, True])
 def test_training_is_bit_equal_whatever_recomputes(lora, frozen, tmp_path):
     case = Case("internvl", lora=lora, frozen_vision=frozen, options=CHECKPOINTS)
-    expected, every, _ = trained(tmp_path, case=case)
+    expected, every, *_ = trained(tmp_path, case=case)
     assert len(set(every.values())) == 1  # the same number of times, twice a pack
-    found, runs, trainer = trained(tmp_path, "fill", case=case)
+    found, runs, trainer, _ = trained(tmp_path, "fill", case=case)
     # Adapters in the ViT are not counted: its layers go on as they did.
     flags = [lora, lora, False, False]
     assert recomputing(fills_of(trainer)) == flags
     assert {name: count * (2 - flag) for (name, count), flag in zip(runs.items(), flags, strict=True)} == every
     assert same(found, expected)
-    found, runs, trainer = trained(tmp_path, "fill", 0.8 if lora else 0.5, case=case)
+    found, runs, trainer, flags = trained(tmp_path, "fill", 0.8 if lora else 0.5, case=case)
     assert 0 < sum(recomputing(fills_of(trainer))) < 4
     assert same(found, expected)
-    flags = flags_of(trainer)
     assert flags == recomputing(fills_of(trainer))
     ran = [runs[name] for name in every]
     assert sorted(ran) == sorted(runs_of * (1 + flag) // 2 for runs_of, flag in zip(every.values(), flags, strict=True))
@@ -166,8 +178,35 @@ def test_a_frozen_encoder_runs_no_backward_pass(tmp_path):
     assert not any(seen)
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_model_is_left_with_the_flags_and_hooks_that_it_was_given_with(ends, tmp_path, monkeypatch):
+    trainer = trainer_of(Case("internvl", frozen_vision=True, options=CHECKPOINTS), tmp_path, max_steps=1)
+    model = trainer.model
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers[0].gradient_checkpointing = layers[-1].gradient_checkpointing = False
+    given, hooks = flags_of(model), _requiring_hooks(model)
+    assert len(set(given)) == 2 and hooks
+    balance(trainer, LIMITS["internvl"], memory_gib=100.0)
+    seen, plain = [], model.forward
+
+    def watched(**inputs):
+        seen.append((flags_of(model), _requiring_hooks(model)))
+        if ends:
+            return plain(**inputs)
+        raise RuntimeError("stopped")
+
+    monkeypatch.setattr(model, "forward", watched)
+    monkeypatch.setattr("omnibal.integrations.transformers.check_model", lambda *_: None)
+    with nullcontext() if ends else pytest.raises(RuntimeError, match="stopped"):
+        trainer.train()
+    assert seen[-1] == ([False] * 4, [])
+    assert (flags_of(model), _requiring_hooks(model)) == (given, hooks)
+
+
 def test_parts_keep_their_word(tmp_path):
-    _, every, _ = trained(tmp_path)
+    _, every, *_ = trained(tmp_path)
     for words, expected in (({"vision": "none"}, (1, 2)), ({"language": "none", "vision": "full"}, (2, 1))):
         trainer = trainer_of(Case("internvl", options=CHECKPOINTS), tmp_path, max_steps=3)
         balance(trainer, LIMITS["internvl"], recompute=words)  # on a CPU whose memory is not known
@@ -197,7 +236,7 @@ def test_no_pack_of_an_epoch_exceeds_the_device(seed, tmp_path, capsys):
 
 def test_a_checkpoint_keeps_the_choice_and_another_device_makes_its_own(tmp_path, capsys):
     options = {"save_strategy": "steps", "save_steps": 2}
-    expected, _, trainer = trained(tmp_path, "fill", 0.5, **options)
+    expected, _, trainer, _ = trained(tmp_path, "fill", 0.5, **options)
     kept = recomputing(fills_of(trainer))
 
     def resumed(memory_gib):
@@ -247,7 +286,8 @@ def test_the_choice_is_corrected_once_by_what_is_measured(measured, tmp_path, mo
     trainer = trainer_of(Case("internvl", options=CHECKPOINTS), tmp_path, max_steps=4)
     sampler = balance(trainer, LIMITS["internvl"], memory_gib=room)
     fills = fills_of(trainer)
-    before, predicted = sum(recomputing(fills)), fills._memory
+    before, predicted, flags = sum(recomputing(fills)), fills._memory, LastFlags()
+    trainer.add_callback(flags)
     trainer.train()
     assert len(asked) == 1
     after, told = sum(recomputing(fills)), capsys.readouterr().out
@@ -264,7 +304,7 @@ def test_the_choice_is_corrected_once_by_what_is_measured(measured, tmp_path, mo
         # Even with half as much again for activations the fullest pack fits.
         activations = float(fills._memory.peak_bytes(load)) - predicted.state_bytes
         assert after == 4 or predicted.state_bytes + 1.5 * activations <= predicted.budget_bytes
-    assert flags_of(trainer) == recomputing(fills)
+    assert flags.found == recomputing(fills)
 
 
 @pytest.mark.parametrize(
@@ -323,9 +363,9 @@ def choice_on(name, device):
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(public_config(name), dtype=torch.bfloat16)
     profile, held = counted_profile(model, device), HeldBytes.of(fake_trainer(optim="adamw_torch_fused"), model, "ddp")
-    cluster = Cluster(1, 1, DEVICES[device], memory_bytes=0.94 * {"H200-141GB": 139.8, "H100-80GB": 79.1}[device] * GIB)
+    cluster = Cluster(1, 1, DEVICES[device], memory_bytes=usable_bytes(DEVICES[device].memory_bytes))
     flagged = flagged_layers(model, profile)
-    given = tuple(None if index in flagged else "none" for index in range(len(profile.layers)))
+    given = free_levels(profile, flagged)
     memory = RankMemory(profile, "ddp", cluster, tuple(level or "full" for level in given), True, (), held.precision)
     return LayerChoice(tuple(flagged), given, memory, profile)
 
@@ -352,3 +392,33 @@ def test_smaller_packs_that_recompute_less_are_taken(name, device, batch_size, a
     assert (parts.count("vision"), parts.count("language")) == again
     full, now = (choice.seconds(lengths, memory.levels) for memory in (choice.memory, chosen))
     assert full / now == pytest.approx(gain, abs=0.01)
+
+
+def on_one(name, device):
+    """What balance and what advise are asked of a model on one device, under plain gradient checkpointing."""
+    choice, lengths = choice_on(name, device), made_lengths(name, 3800)
+    options = {"spares_rows": True, "fills": True, "precision": choice.memory.precision}
+    return choice, lengths, Scenario(lengths, choice.costs, Cluster(1, 1, DEVICES[device]), 16, **options)
+
+
+@pytest.mark.parametrize(
+    ("device", "micro_batches", "fits"),
+    [("H200-141GB", 4, True), ("H200-141GB", 1, True), ("H100-80GB", 4, True), ("H100-80GB", 1, False)],
+)
+def test_advise_frees_the_layers_that_balance_frees(device, micro_batches, fits):
+    choice, lengths, held = on_one("8B", device)
+    packs = held.estimate(Recipe("ddp", "even", micro_batches=micro_batches, recompute="full", target_rows=True))
+    advised, limits = packs.filled(beside_limits=True), packs.limits_for(lengths, holds_all=False)
+    chosen, planned = choice.chosen(lengths, limits), fullest_load(lengths, limits)
+    assert free_levels(choice.costs) == choice.given
+    assert advised.fits == (chosen.peak_bytes(planned) <= chosen.budget_bytes) == fits
+    if fits:
+        assert advised.memory.levels == chosen.levels
+        assert advised.peaks[0] == pytest.approx(float(chosen.peak_bytes(planned)))
+
+
+def test_packs_of_a_batch_that_does_not_fit_are_several_in_advise_too():
+    *_, held = on_one("8B", "H200-141GB")
+    for batch in (4, 16):
+        found = advise(held, Recipe("ddp", "random", batch, 16 // batch), must_fit=False).after
+        assert (found.recipe.batching, found.recipe.micro_batches, found.recipe.recompute) == ("even", 3, "none")

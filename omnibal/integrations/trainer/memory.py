@@ -5,7 +5,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from omnibal.advise.memory import FLOAT16, FLOAT32, USUAL, TrainingPrecision, optimizer_of
+from omnibal.advise.memory import FLOAT16, FLOAT32, USUAL, TrainingPrecision, optimizer_of, usable_bytes
 from omnibal.advise.present import OFFLOADS
 from omnibal.advise.wait import Sharding
 from omnibal.profile.records import ELEMENT_BYTES, ModelProfile
@@ -14,9 +14,6 @@ from omnibal.ranks import gather
 GIB: Final = 2**30
 FULL: Final = "out of memory"
 REDUCED_AT_ONCE: Final = 500_000_000  # DeepSpeed's default of reduce_bucket_size
-MARGIN_SHARE: Final = 0.06
-MARGIN_BYTES: Final = 2 * GIB
-"""By default a device keeps the larger of the two free: counted peaks are not exact, and allocators fragment."""
 
 
 class HeldBytes(NamedTuple):
@@ -132,8 +129,7 @@ def device_gib(device: torch.device) -> float | None:
     totals = [total for total in found if total is not None]
     if len(totals) < len(found):
         return None
-    least = min(totals)
-    return (least - max(MARGIN_SHARE * least, MARGIN_BYTES)) / GIB
+    return usable_bytes(min(totals)) / GIB
 
 
 def is_full(error: BaseException) -> bool:

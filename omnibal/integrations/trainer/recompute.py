@@ -4,17 +4,18 @@ Limits bound every pack of a run, so its peak is known beforehand. transformers'
 own, ``gradient_checkpointing``: a layer without it keeps its activations, and nothing else changes.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from omnibal.advise.memory import RankMemory
+from omnibal.advise.memory import RankMemory, Word, free_levels
 from omnibal.advise.wait import phase_costs
 from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
@@ -32,7 +33,6 @@ from omnibal.profile.calibration import WARM_UP
 from omnibal.profile.records import Level, ModelProfile, levels_from_words, levels_in_words
 from omnibal.ranks import gather
 
-Word = Literal["fill", "none", "full"]
 Recompute = Literal["fill", "as_is"] | Mapping[str, Word]
 PARTS: Final = ("vision", "sound", "language")
 WORDS: Final = ("fill", "none", "full")
@@ -42,6 +42,7 @@ second than packs of 4, both recomputing all, which counted costs do not know.""
 FLOAT32_SHARE: Final = 2.0  # bytes of activations over those in 16 bits, if all of them were float32
 NORMS_SHARE: Final = 1.25  # the same where autocast has norms of 16-bit layers put out float32
 HALVES: Final = (2, 4)  # how many times smaller than a batch packs are tried
+FLAG: Final = "gradient_checkpointing"  # of transformers' layers
 NAME: Final = "omnibal.FillsMemory"  # in Trainer's checkpoints
 _DOING: Final = "measuring of memory"
 REMEDY: Final = (
@@ -117,7 +118,7 @@ class LayerChoice:
             raise ConfigError(f"recompute must name parts whose layers have a flag, got {lacking[0]!r}")
         if memory is None and not words:
             return None, []
-        given = _given(counted, flagged, _with_uncounted(settings.model, counted, words))
+        given = free_levels(counted, flagged, _with_uncounted(settings.model, counted, words))
         if memory is not None and not trainer.is_deepspeed_enabled:
             memory = _under_autocast(memory, trainer.accelerator.mixed_precision)
         return cls(tuple(flagged), given, memory, costs), []
@@ -133,10 +134,9 @@ class LayerChoice:
         """
         if self.memory is None:
             return None
-        cluster = replace(self.memory.cluster, memory_bytes=self.memory.budget_bytes + spare_bytes)
-        seconds = recompute_seconds(self.costs, total_load(lengths))
-        found = replace(self.memory, cluster=cluster).filled(fullest_load(lengths, limits), seconds, self.given)
-        return replace(found or self.memory, cluster=self.memory.cluster, recompute=self.levels(found))
+        seconds, budget = recompute_seconds(self.costs, total_load(lengths)), self.memory.budget_bytes + spare_bytes
+        found = self.memory.filled(fullest_load(lengths, limits), seconds, self.given, budget)
+        return replace(self.memory, recompute=self.levels(found))
 
     def seconds(self, lengths: SampleLengths, levels: Sequence[Level]) -> float:
         """Seconds that all samples take one rank, by costs."""
@@ -188,7 +188,8 @@ class LayerChoice:
         levels = self.levels(memory)
         for index, module in flagged_layers(model, self.costs).items():
             module.gradient_checkpointing = levels[index] == "full"
-        _let_frozen_encoders_be(model)
+        for hooks, number, _ in _requiring_hooks(model):
+            del hooks[number]
 
 
 def _left_alone(trainer: Trainer, model: Any, counted: ModelProfile | None, flagged: Collection[int]) -> str | None:
@@ -225,38 +226,42 @@ def _with_uncounted(model: Any, counted: ModelProfile, words: Mapping[str, Word]
     return uncounted | dict(words)
 
 
-def _given(counted: ModelProfile, flagged: Collection[int], words: Mapping[str, Word]) -> tuple[Level | None, ...]:
-    given = list[Level | None]()
-    for index, (layer, is_reached) in enumerate(zip(counted.layers, counted.reached, strict=True)):
-        word = words.get(layer.module, "fill")
-        if index not in flagged:  # embeddings, norms and the like never recompute in transformers
-            given.append("none")
-        elif word == "fill":
-            given.append(None if is_reached else "none")  # no backward pass needs what others keep
-        else:
-            given.append(cast(Level, word))
-    return tuple(given)
-
-
 def total_load(lengths: SampleLengths) -> Load:
     return Packs(np.arange(len(lengths)), np.array([0, len(lengths)])).load(lengths)
 
 
-def _let_frozen_encoders_be(model: Any) -> None:
-    """Let encoders that train nothing run without gradients: nothing is kept or recomputed, and no pass goes back."""
+def _requiring_hooks(model: Any) -> list[tuple[dict[int, Any], int, Any]]:
+    """Hooks by which encoders that train nothing run with gradients: a module's hooks, the number of one, and it."""
     # Gradient checkpointing in transformers has the embeddings of all parts put out what requires a gradient, for
-    # layers that recompute reentrantly; a frozen ViT then runs forward twice and backward once.
+    # layers that recompute reentrantly; a frozen ViT then runs forward twice and backward once. Without these hooks
+    # nothing is kept or recomputed there, and no pass goes back.
     base = without_adapters(model)
     trained = {module_of(name) for name, parameter in base.named_parameters() if parameter.requires_grad}
-    for name, module in base.named_modules():
-        if module_of(name) in ("vision", "sound") and module_of(name) not in trained:
-            for number, hook in list(module._forward_hooks.items()):
-                if getattr(hook, "__name__", "").startswith("make_inputs_require_grad"):
-                    del module._forward_hooks[number]
+    return [
+        (module._forward_hooks, number, hook)
+        for name, module in base.named_modules()
+        if module_of(name) in ("vision", "sound") and module_of(name) not in trained
+        for number, hook in module._forward_hooks.items()
+        if getattr(hook, "__name__", "").startswith("make_inputs_require_grad")
+    ]
+
+
+@contextmanager
+def _left_as_given(model: Any) -> Iterator[None]:
+    """Give a model the flags and hooks back that it had, however the block ends."""
+    flags = [(module, module.gradient_checkpointing) for module in model.modules() if hasattr(module, FLAG)]
+    hooks = _requiring_hooks(model)
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            setattr(module, FLAG, flag)
+        for held, number, hook in hooks:
+            held.setdefault(number, hook)
 
 
 class FillsMemory(TrainerCallback):  # type: ignore[misc]
-    """Sets layers' flags when training begins, keeps the choice in checkpoints, and corrects it once, as measured.
+    """Sets layers' flags while the trainer trains, keeps the choice in checkpoints, and corrects it once, as measured.
 
     Results do not depend on the choice, so that a run may go on with another one.
     """
@@ -269,12 +274,13 @@ class FillsMemory(TrainerCallback):  # type: ignore[misc]
 
         @wraps(train)
         def explained(*args: Any, **options: Any) -> Any:
-            try:
-                return train(*args, **options)
-            except Exception as error:
-                if is_full(error):
-                    error.add_note(REMEDY)  # below the traceback
-                raise
+            with _left_as_given(model_of(trainer)):
+                try:
+                    return train(*args, **options)
+                except Exception as error:
+                    if is_full(error):
+                        error.add_note(REMEDY)  # below the traceback
+                    raise
 
         vars(trainer)["train"] = explained
 
