@@ -28,7 +28,7 @@ from omnibal.data.lengths import IMAGE, VIDEO, IntArray, SampleLengths
 from omnibal.data.limit_search import find_trap
 from omnibal.data.limits import PackLimits, choose_limits
 from omnibal.data.metrics import PackingFigures, measure_packing
-from omnibal.data.packing_spec import DEFAULT_COST, Method, Oversized
+from omnibal.data.packing_spec import Method, Oversized
 from omnibal.errors import ConfigError
 from omnibal.families.base import vision_unit_of
 from omnibal.report.style import make_table
@@ -98,7 +98,6 @@ def lengths(
     fixed, of_data = read_limits(limits), {"model": model, "images": images, "max-tiles": max_tiles}
     if samples is not None and kind != "ds_config":
         raise ConfigError(f"source must be the run's ds_config to show --samples, got {source}")
-    # Lengths come from a ds_config's workspace, from a dataset measured now, or from lists or a folder of lengths.
     workspace = open_workspace(source) if kind == "ds_config" else None
     out = workspace.section.run.files.lengths if workspace is not None and out is None else out
     check_folder("out", out)
@@ -112,9 +111,8 @@ def lengths(
         if samples is not None:
             _show(workspace, samples, as_json=as_json)
             return
-        found, unit = workspace.found_lengths, workspace.lengths.vision_unit
-        if unit != "patches" and workspace.section.model.path is not None:
-            unit = vision_unit_of(workspace.records)
+        found, knows = workspace.found_lengths, workspace.section.model.path is not None
+        unit = vision_unit_of(workspace.records) if knows else found.lengths.vision_unit
     elif kind == "dataset":
         folder = None if images is None else str(images)
         data = DataSection(train=str(source), images=folder, max_tiles=max_tiles, broken=broken or "error")
@@ -240,7 +238,6 @@ class _PackingTask:
             self.limits,
             packs,
             epoch.steps,
-            cost=DEFAULT_COST,
             seconds=time.perf_counter() - started,
             left_out=self.num_oversized if self.packing.oversized == "drop" else 0,
         )
@@ -353,8 +350,8 @@ _ROWS: Final[tuple[tuple[str, str] | None, ...]] = (
     ("Dist Ratio, LLM cost", "{0.dist_ratio_cost:.4f}"),
     ("χ² of steps (1: shuffled)", "{0.randomness:.2f}"),
     None,
-    ("largest, {vision_unit}", "{0.largest.vision_units:,}"),
-    ("largest, LLM tokens", "{0.largest.llm_tokens:,}"),
+    ("largest, {vision_unit}", "{0.largest[vision_units]:,}"),
+    ("largest, LLM tokens", "{0.largest[llm_tokens]:,}"),
     None,
     ("lost, repeated, over limit", "{0.lost}, {0.repeated}, {0.over_limit}"),
     ("seconds", "{0.seconds:.2f}"),

@@ -24,6 +24,7 @@ from omnibal.formats.files import KINDS, is_dataset
 from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
 from omnibal.records import parse_json, parse_relaxed, read_json
+from omnibal.report.style import print_parts
 from omnibal.workspace import FoundLengths, Overrides, Say, Workspace
 
 MOST_DIGITS: Final = 20
@@ -120,13 +121,11 @@ def working(doing: str) -> Iterator[Say]:
 
 
 def answer(record: Any, *parts: str | Table, as_json: bool) -> None:
-    """Print a record as JSON, or its parts. Long lines are broken on a terminal only: scripts read whole paths."""
+    """Print a record as JSON, or its parts."""
     if as_json:
         typer.echo(json.dumps(record, indent=2, default=str))
         return
-    console = Console(markup=False)  # also of cells: what users call things may look like tags
-    for part in parts:
-        console.print(part, highlight=False, soft_wrap=isinstance(part, str) and not console.is_terminal)
+    print_parts(Console(markup=False), *parts)  # also of cells: what users call things may look like tags
 
 
 Kind = Literal[
@@ -180,10 +179,10 @@ def kind_of(name: str, path: Path) -> Kind:
     try:
         if is_dataset(path):
             return "dataset"
+        # Large files are told by their first characters; only what may be a ds_config, plan or profile is read whole.
+        start = _head(name, path)
     except OSError as error:
         raise ConfigError(f"{name} must be a readable file or folder, got {path} ({error.strerror})") from error
-    # Large files are told by their first characters; only what may be a ds_config, plan or profile is read whole.
-    start = _head(name, path)
     if start.startswith("[") and ('"vit_num"' in start or start.rstrip() == "[]"):
         return "token lengths"
     if _first_line(start) is not None:
@@ -207,8 +206,6 @@ def _head(name: str, path: Path) -> str:
     try:
         with path.open(encoding="utf-8-sig") as file:
             start = file.read(HEAD_CHARACTERS).lstrip()
-    except OSError as error:
-        raise ConfigError(f"{name} must be a readable file or folder, got {path} ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name} must be text in UTF-8, got {path} ({error})") from error
     if start[:1] not in ("[", "{", "/", "#"):  # a ds_config may begin with a comment

@@ -15,7 +15,6 @@ from typing import Final
 
 import numpy as np
 
-from omnibal.cost import CostModel
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits, largest_limits
@@ -61,7 +60,6 @@ def search_limits(
     least: PackLimits | None = None,
     num_replicas: int = 8,
     method: Method = "balanced",
-    cost: CostModel = DEFAULT_COST,
     num_samples: int | None = None,
     seed: int = 0,
     choose: Callable[[Sequence[PackLimits]], Iterable[PackLimits]] = iter,
@@ -98,7 +96,7 @@ def search_limits(
     part = _draw(lengths, ceiling, num_replicas, num_samples, seed)
     most = _worth_scoring(part, least, ceiling, num_replicas)
     chosen = choose(list(dict.fromkeys(_candidates(lengths, least, most))))
-    scored = [_score(part, limits, num_replicas, method, cost, seed) for limits in chosen]
+    scored = [_score(part, limits, num_replicas, method, seed) for limits in chosen]
     return sorted(scored, key=lambda found: (round(found.waste, 4), -found.samples_per_pack, found.limits.llm_tokens))
 
 
@@ -161,10 +159,8 @@ def _spread(least: int, most: int, count: int) -> list[int]:
     return sorted({round(value) for value in np.geomspace(max(least, 1), most, count)})
 
 
-def _score(
-    part: SampleLengths, limits: PackLimits, num_replicas: int, method: Method, cost: CostModel, seed: int
-) -> ScoredLimits:
-    epoch = arrange_epoch(part, limits, num_replicas=num_replicas, method=method, cost=cost, seed=seed)
+def _score(part: SampleLengths, limits: PackLimits, num_replicas: int, method: Method, seed: int) -> ScoredLimits:
+    epoch = arrange_epoch(part, limits, num_replicas=num_replicas, method=method, seed=seed)
     packs, steps = epoch.packs, epoch.steps
     num_packs = int((packs.sizes > 0).sum())
     full = (packs.sizes[steps] > 0).all(axis=(1, 2))
@@ -175,7 +171,7 @@ def _score(
         packs_over_volume=num_packs / bound - 1,
         step_share=num_replicas / bound,
         dist_ratio_vision=dist_ratio(load.vision_units[steps]),
-        dist_ratio_cost=dist_ratio(cost(load)[steps]),
+        dist_ratio_cost=dist_ratio(DEFAULT_COST(load)[steps]),
         samples_per_pack=len(part) / num_packs,
         dist_ratio_sound=dist_ratio(load.sound_units[steps]),
     )

@@ -5,19 +5,21 @@ No figure stands alone: sorted steps have a small Dist Ratio and no randomness, 
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from omnibal.compiled import compiled
-from omnibal.cost import CostModel, Load
+from omnibal.cost import Load
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
+from omnibal.data.packing_spec import DEFAULT_COST
 from omnibal.data.packs import Packs
 from omnibal.errors import kind
 
 MOST_ROUNDINGS = 32  # more have not raised the lower bound on real lengths
+LARGEST: Final = ("vision_units", "llm_tokens", "llm_tokens_squared")
 LENGTH_CLASSES: Final = 8  # classes of token lengths that stand for sources where there is but one
 
 
@@ -200,12 +202,6 @@ def _count(columns: Any, most: IntArray, counts: IntArray) -> int:
     return oversized
 
 
-class Largest(NamedTuple):
-    vision_units: int
-    llm_tokens: int
-    llm_tokens_squared: int
-
-
 @dataclass(frozen=True)
 class PackingFigures:
     method: str
@@ -222,7 +218,7 @@ class PackingFigures:
     dist_ratio_sound: float | None  # Dist Ratio of an encoder of sound beside the ViT; None where there is none
     # χ² per degree of freedom of the steps' mixes: 1 as shuffled, more where sorted; NaN with nothing to compare.
     randomness: float
-    largest: Largest
+    largest: dict[str, int]  # the most of each load that a pack holds
     lost: int  # samples in no pack, without those that were left out on purpose
     repeated: int  # samples in a pack beyond the first time
     over_limit: int  # packs of several samples that exceed a limit
@@ -238,7 +234,6 @@ class PackingFigures:
 
     def to_record(self) -> dict[str, Any]:
         return asdict(self) | {
-            "largest": self.largest._asdict(),
             "packs_over_fewest": self.packs_over_fewest,
             "samples_per_pack": self.samples_per_pack,
             "randomness": None if math.isnan(self.randomness) else self.randomness,
@@ -254,7 +249,6 @@ def measure_packing(
     *,
     seconds: float,
     load: Load | None = None,
-    cost: CostModel,
     left_out: int = 0,
 ) -> PackingFigures:
     """Work out the figures of an arrangement; ``steps`` are pack numbers by (step, rank, micro-batch).
@@ -282,12 +276,10 @@ def measure_packing(
         pad_ratio_if_padded=pad_ratio(lengths, packs),
         dist_ratio_vision=dist_ratio(load.vision_units[steps]),
         dist_ratio_tokens=dist_ratio(load.llm_tokens[steps]),
-        dist_ratio_cost=dist_ratio(cost(load)[steps]),
+        dist_ratio_cost=dist_ratio(DEFAULT_COST(load)[steps]),
         dist_ratio_sound=None if lengths.sound_units is None else dist_ratio(load.sound_units[steps]),
         randomness=step_randomness(source_mix(mix_labels(lengths), packs, steps)),
-        largest=Largest(
-            *(int(column.max(initial=0)) for column in (load.vision_units, load.llm_tokens, load.llm_tokens_squared))
-        ),
+        largest={name: int(getattr(load, name).max(initial=0)) for name in LARGEST},
         lost=int((times == 0).sum()) - left_out,
         repeated=int(np.maximum(times - 1, 0).sum()),
         over_limit=int((over & (packs.sizes > 1)).sum()),

@@ -272,8 +272,6 @@ def _exchange_best(
 COUNTED_ON: Final = "A100-80GB"
 """The device whose seconds are counted; only the ratio of the encoder's to the LLM's matters to a division."""
 
-Rows = list[list[IntArray]]  # ``rows[rank][micro_batch]``: numbers of rollouts
-
 
 def balanced_rows(
     lengths: SampleLengths,
@@ -283,7 +281,7 @@ def balanced_rows(
     *,
     micro_batches: int = 1,
     equal_counts: bool = False,
-) -> Rows:
+) -> list[list[IntArray]]:
     """Divide rollouts into micro-batches that take all ranks equally long, in the vision encoder and in the LLM.
 
     All ranks get equally many micro-batches, as few as the budget allows, and run those of nearest cost at the same

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from rich.console import Console
 from rich.table import Table
 
-from omnibal.report.style import BLUE, GREEN, drawing, label_of, make_table
+from omnibal.report.style import BLUE, GREEN, drawing, label_of, make_table, print_parts
 
 if TYPE_CHECKING:
     from omnibal.integrations.trainer.clock import MeasuredWay
@@ -61,8 +61,7 @@ def show(found: Sequence[MeasuredWay]) -> None:
     table = table_of(found)
     if not console.is_terminal:
         console.width = max(console.width, console.measure(table).maximum)
-    for part in (table, *lines(found)):
-        console.print(part, highlight=False, soft_wrap=isinstance(part, str) and not console.is_terminal)
+    print_parts(console, table, *lines(found))
 
 
 def draw(found: Sequence[MeasuredWay], path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -106,6 +107,12 @@ def cells_of(rows: Iterable[Row], columns: Sequence[Column]) -> list[list[str]]:
     """
     numbered = [{"place": place, **row} for place, row in enumerate(rows)]
     return [[form.format_map(row) if isinstance(form, str) else form(row) for _, form in columns] for row in numbered]
+
+
+def print_parts(console: Console, *parts: str | Table) -> None:
+    """Print parts; long lines are broken on a terminal only: scripts read whole paths."""
+    for part in parts:
+        console.print(part, highlight=False, soft_wrap=isinstance(part, str) and not console.is_terminal)
 
 
 def table_of(rows: Iterable[Row], columns: Sequence[Column], *, words: int = 1) -> Table:

@@ -14,7 +14,7 @@ from omnibal.cost import Load
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.metrics import PackingFigures, measure_packing
-from omnibal.data.packing_spec import DEFAULT_COST, Method
+from omnibal.data.packing_spec import Method
 from omnibal.data.packs import Packs
 from tools.sampling.rules import RULES, Task
 
@@ -81,9 +81,7 @@ def figures_of(name: str, planned: Planned, task: Task) -> PackingFigures:
     """The figures of a plan, padding counted where the method pads."""
     steps = np.arange(len(planned.packs)).reshape(-1, task.num_replicas, 1)
     load = padded_load(task.lengths, planned.packs) if name in PADDED else None
-    return measure_packing(
-        name, task.lengths, task.limits, planned.packs, steps, seconds=planned.seconds, load=load, cost=DEFAULT_COST
-    )
+    return measure_packing(name, task.lengths, task.limits, planned.packs, steps, seconds=planned.seconds, load=load)
 
 
 def padded_load(lengths: SampleLengths, packs: Packs) -> Load:

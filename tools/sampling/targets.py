@@ -74,7 +74,7 @@ def _balance(name: str, lengths: SampleLengths, *limits: PackLimits) -> Sequence
     found, least_over, least_costs = [], [], []
     for ranks, own in zip(RANKS, limits * len(RANKS), strict=False):
         epoch = arrange_epoch(lengths, own, num_replicas=ranks)
-        found.append(measure_packing("", lengths, own, epoch.packs, epoch.steps, cost=DEFAULT_COST, seconds=0.0))
+        found.append(measure_packing("", lengths, own, epoch.packs, epoch.steps, seconds=0.0))
         fewest = min_packs(lengths, own)
         least_over.append(-(-fewest // ranks) * ranks / fewest - 1)
         least_costs.append(least_cost_ratio(lengths, DEFAULT_COST, epoch))
