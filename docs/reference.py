@@ -30,7 +30,6 @@ OUTSIDE: Final = re.compile(r"\]\((\.\./[^)#]+\.md)\)")
 
 MOVED: Final = {
     "index": "start.html",
-    "hosts": "trainer.html#other-hosts",
     "running": "pipeline.html",
     "memory": "pipeline.html#memory",
     "lora": "pipeline.html#lora",

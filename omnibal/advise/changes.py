@@ -211,15 +211,15 @@ def _packs(now: Estimate, settled: Estimate) -> tuple[_Search, Speedup | None]:
         flattened = scenario.estimate(replace(recipe, batching="flattened"))
         # Need not fit: the line tells packing from balance, and nobody is advised to stop there.
         instead = BATCHINGS.get(settled.recipe.batching)
-        detail = f"random {recipe.batch_text}, without padding" + (f", in place of {instead[0]}" if instead else "")
+        detail = "random samples without padding" + (f", in place of {instead[0]}" if instead else "")
         gain = Speedup.of(search.current, flattened)
-        search.offer(TriedChange("packing", detail, gain, flattened), belongs=True)
+        search.offer(TriedChange("no padding", detail, gain, flattened), belongs=True)
     packs = count_of(balanced.recipe.micro_batches, "pack")
-    detail = f"the same samples in packs that take equally long, {packs} per rank and step"
-    search.offer(_change("balance", detail, search.current, balanced), belongs=True)
+    detail = f"packs that take equally long, {packs} per rank and step"
+    search.offer(_change("balanced packs", detail, search.current, balanced), belongs=True)
     larger = _best_packs(scenario, balanced.recipe)  # fewer packs pay where ranks mostly gather parameters
     if larger is not None and larger.recipe != balanced.recipe:
-        packs = count_of(larger.recipe.micro_batches, "pack" if search.current is balanced else "even pack")
+        packs = count_of(larger.recipe.micro_batches, "pack" if search.current is balanced else "balanced pack")
         search.offer(_change("limits", f"{packs} per rank and step", search.current, larger))
     search.offer(_filled(search.current) if scenario.fills else _recompute(search.current))
     search.offer(_sharing_less(search.current))
@@ -320,7 +320,7 @@ def _sharing_less(current: Estimate) -> TriedChange | None:
     if sharding not in SHARING_LESS:
         return None
     after = current.scenario.estimate(replace(current.recipe, sharding=SHARING_LESS[sharding]))
-    return _change("trainer", f"{SHARING_LESS[sharding]} in place of {sharding}", current, after)
+    return _change("sharding", f"{SHARING_LESS[sharding]} in place of {sharding}", current, after)
 
 
 def _balanced(scenario: Scenario, recipe: Recipe) -> Estimate:

@@ -57,18 +57,18 @@ class Recipe:
 
     @property
     def batch_text(self) -> str:
-        return f"batches of {self.batch}, {self.micro_batches} of them per rank and step"
+        return f"batch {self.batch}, accumulation {self.micro_batches}"
 
     @property
     def text(self) -> str:
         """The recipe in words."""
         batches = {
-            "random": f"batches of {self.batch}", "group_by_length": f"batches of {self.batch} by length",
-            "batch_rebalance": f"batches of {self.batch} on average, rebalanced",
-            "flattened": f"flattened batches of {self.batch}", "packed": "random packs", "even": "even packs",
+            "random": f"batch {self.batch}", "group_by_length": f"batch {self.batch} by length",
+            "batch_rebalance": f"batch {self.batch} on average, rebalanced",
+            "flattened": f"batch {self.batch} without padding", "packed": "random packs", "even": "balanced packs",
         }[self.batching]  # fmt: skip
-        again = "recomputing" if self.recompute != "none" else "nothing recomputed"
-        return f"{self.sharding}, {batches}, {self.micro_batches} of them per rank and step, {again}"
+        again = "gradient checkpointing" if self.recompute != "none" else "no gradient checkpointing"
+        return f"{self.sharding}, {batches}, accumulation {self.micro_batches}, {again}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,7 +31,7 @@ from omnibal.profile.records import ModelProfile
 
 Kind = Literal["zero", "rearranged", "pipeline", "tensor", "spread", "units"]
 KINDS: Final[Mapping[Kind, str]] = {
-    "zero": "ZeRO with even packs",
+    "zero": "ZeRO with balanced packs",
     "rearranged": "ZeRO with samples rearranged for each encoder and the LLM (OrchMLLM)",
     "pipeline": "one pipeline through ViT and LLM (OmniBal)",
     "tensor": "one pipeline with tensor ranks in its stages",

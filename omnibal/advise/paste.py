@@ -56,7 +56,8 @@ HOSTS: Final[dict[Host, HostSyntax]] = {
         packs=(
             "from omnibal import PackLimits",
             "from omnibal.integrations.transformers import balance",
-            "balance(trainer, PackLimits({vision}, {tokens}), samples_per_step={samples})  # before trainer.train()",
+            "balance(trainer, PackLimits({vision}, {tokens}), samples_per_step={samples})",
+            "# before trainer.train(); balance(trainer) alone searches limits for your GPUs, which may differ",
         ),
         stream_packs=(
             "from omnibal import PackLimits",
@@ -207,7 +208,7 @@ def lines_to_paste(
             f"{proposal.limits.vision_units},{proposal.limits.llm_tokens} --num-replicas {cluster.num_devices} "
             f"--micro-batches {after.recipe.micro_batches}"
         )
-    told = f"measure it; a step has {today.samples_per_step:,.0f} samples today, then {per_step:,.0f}:"
+    told = f"measure it; samples a step: {today.samples_per_step:,.0f} today, {per_step:,.0f} with these lines:"
     return [*lines, told, *(f"    {line}" for line in COMPARE)] if by_compare else lines
 
 
@@ -244,8 +245,8 @@ def _changed(today: Recipe, after: Recipe, host: Host) -> list[str]:
 
 def _to_measure(today: Estimate, samples: float) -> str:
     return (
-        f"measure: {MEASURED_STEPS} steps without and with; a step has {today.samples_per_step:,.0f} samples today, "
-        f"then {samples:,.0f}"
+        f"measure: {MEASURED_STEPS} steps without and with these lines; samples a step: "
+        f"{today.samples_per_step:,.0f} today, {samples:,.0f} with them"
     )
 
 

@@ -169,8 +169,8 @@ class PlanReport:
         given = "the given limits" if model.request.limits is not None else "these limits"
         near = "" if model.request.keeps_batch(samples_per_step) else "; no limits that were tried come nearer"
         return (
-            f"{asked:,} samples a step, {samples_per_step:,.0f} found: {packs:,} packs under {given} hold "
-            f"{samples_per_step / packs:.2f} samples each, and epochs have whole steps{near}"
+            f"{asked:,} samples a step; the plan has {samples_per_step:,.0f}: {packs:,} packs under {given}, with "
+            f"{samples_per_step / packs:.2f} samples each on average{near}"
         )
 
 

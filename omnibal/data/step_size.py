@@ -211,8 +211,8 @@ class _StepSearch:
             raise InfeasibleError(
                 f"memory must hold the largest sample ({smallest.vision_units} vision units, "
                 f"{smallest.llm_tokens} LLM tokens) beside the model, got "
-                f"{self._lacking_bytes(smallest) / 2**30:.1f} GiB too little; let activations be computed again, or "
-                "share more of the model"
+                f"{self._lacking_bytes(smallest) / 2**30:.1f} GiB too little; use gradient checkpointing, or a higher "
+                "ZeRO stage"
             )
         if not fills_batches:
             fitting = [limits for limits in fitting if not holds_one(self.bound(limits))] or fitting

@@ -202,7 +202,7 @@ def balance(
             print("\n         ".join([told, *notes]))
     if counted is not None and language_of(model) is not None and not trainer.args.torch_compile:
         promise = partial(expected_gains, sampler, layout=layout, asked_steps=asked)
-        source = "counting" if before is None else "by an earlier run"
+        source = "computed" if before is None else "by an earlier run"
         trainer.add_callback(CalibratesCosts(trainer, counted, packs, promise, source))
     return sampler
 
@@ -351,7 +351,8 @@ def _step_size(
             raise
         # Nobody named a limit, and counted peaks may be too high: what runs today must not end here.
         if trainer.is_world_process_zero():
-            print(f"omnibal: {error}; packs are made as if it did (memory_gib= names another limit)")
+            told = "packs stay as large as your batches and may not fit (memory_gib= sets what may be used)"
+            print(f"omnibal: {error}; {told}")
         return fit(batch_size=asked.batch_size)
     if layers is None:
         return size

@@ -75,8 +75,9 @@ class Report:
     def _memory(self) -> list[str]:
         if not self.advice.adopted:
             return []
-        now, then = (f"{estimate.peaks[0] / GIB:.1f}" for estimate in (self.advice.today, self.advice.after))
-        return [f"memory of the fullest GPU: {now} GiB today, {then} GiB then, of {self._budget:.1f}"]
+        now, then = (f"{estimate.peaks[0] / GIB:.1f} GiB" for estimate in (self.advice.today, self.advice.after))
+        adopted = "omnibal" if self.advice.takes_packs else "these settings"
+        return [f"memory of the fullest GPU: {now} today, {then} with {adopted}, of {self._budget:.1f} GiB"]
 
     @property
     def _over_settings(self) -> str:
@@ -112,7 +113,7 @@ class Report:
             f"{share:.0%} {cause}" for cause, share in today.shares.items() if share >= LEAST_SHARE or cause != STARTING
         )
         found.append(f"today: {today.samples_per_second:,.1f} samples/s; time of the GPUs: {shares}")
-        found.append("changes, each on top of the lines above it; 0: your trainer's settings; 1, 2, ...: with packs")
+        found.append("changes, each on top of the lines above it; 0: without packs; 1, 2, ...: omnibal's packs")
         # Changes that are parts of packs say nothing by themselves if packs as a whole bring nothing.
         own = [change for change in advice.changes if not change.is_setting and advice.takes_packs]
         found += [f"0. {self._said(change)}" for change in advice.changes if change.is_setting]
@@ -228,13 +229,13 @@ class Report:
 
     def _said(self, change: TriedChange) -> str:
         if change.gain is None:
-            return f"{change.name}: left out, {change.detail}"
+            return f"{change.name}: not used, {change.detail}"
         if not change.brings:
             # The drop-in makes these together, so each counts even where it brings nothing alone.
-            if not change.is_setting and change.name in ("head", "packing", "balance"):
-                return f"{change.name}: {change.gain}x ({change.detail}; part of packs, so it counts)"
-            small = "is slower" if change.gain.factor + change.gain.error < 1 else "is within the error"
-            return f"{change.name}: left out, {change.gain}x {small} ({change.detail})"
+            if not change.is_setting and change.name in ("head", "no padding", "balanced packs"):
+                return f"{change.name}: {change.gain}x ({change.detail}; packs need it, so it counts)"
+            small = "slower" if change.gain.factor + change.gain.error < 1 else "within the error"
+            return f"{change.name}: not used, {change.gain}x is {small} ({change.detail})"
         instead = "; packs take its place" if change in self.advice.replaced else ""
         return f"{change.name}: {change.gain}x ({change.detail}{instead})"
 

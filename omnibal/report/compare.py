@@ -33,7 +33,7 @@ def _cells(measured: MeasuredWay, first: MeasuredWay) -> dict[str, str]:
         "samples\n/s": (measured.samples_per_second, ",.2f"),
         "tokens\n/s": (rate, ",.0f"),
         "±": (error, ".1%"),
-        "times\nfirst": (rate / first.tokens_per_second if first.tokens else None, ".2f"),
+        "×\nrow 1": (rate / first.tokens_per_second if first.tokens else None, ".2f"),
         "peak\nGiB": (measured.peak_gib, ".1f"),
         "real\ntokens": (measured.real_tokens, ".0%"),
         "ranks\nwait": (measured.waited, ".0%"),

@@ -72,8 +72,8 @@ def changes_of(advice, *, is_setting=False):
 
 def test_padding_and_waits_go_where_packs_are_even():
     advice = advise(scenario(), Recipe("zero3", "random", 4, 8))
-    assert changes_of(advice)["packing"].brings
-    assert changes_of(advice)["balance"].brings
+    assert changes_of(advice)["no padding"].brings
+    assert changes_of(advice)["balanced packs"].brings
     assert changes_of(advice, is_setting=True)["recompute"].factor == pytest.approx(4 / 3, abs=0.05)  # but for the head
     assert advice.after.shares["padding"] == 0
     assert advice.after.shares["useful"] > 0.95
@@ -136,7 +136,7 @@ def test_settings_end_alike_wherever_a_trainer_begins():
 def test_packs_that_lose_by_themselves_are_part_of_the_gain_with_balance():
     """One micro-batch of unlike ranks: random packs wait longer than batches by length, even packs do not."""
     advice = advise(scenario(), Recipe("zero3", "group_by_length", 4, 8, "none"))
-    packing, balance = (changes_of(advice)[name].factor for name in ("packing", "balance"))
+    packing, balance = (changes_of(advice)[name].factor for name in ("no padding", "balanced packs"))
     assert packing < 0.9
     assert balance > 1.2
     assert advice.beyond.factor <= packing * balance * 1.03
@@ -185,8 +185,8 @@ def test_fewer_packs_pay_where_ranks_mostly_gather_parameters():
     by_name = changes_of(advice)
     assert advice.today.shares["communication"] > 0.4
     batch = changes_of(advice, is_setting=True)["batch"]
-    assert (batch.brings, batch.detail) == (True, "batches of 4, 2 of them per rank and step")
-    assert by_name["packing"].brings
+    assert (batch.brings, batch.detail) == (True, "batch 4, accumulation 2")
+    assert by_name["no padding"].brings
     assert advice.beyond.factor < advice.settings.factor
     assert (advice.after.recipe.batching, advice.after.recipe.micro_batches) == ("even", 1)
 
@@ -200,7 +200,7 @@ def test_a_head_on_target_rows_takes_the_time_of_those_and_never_all_logits():
     assert (head.name, head.brings) == ("head", True)
     assert head.factor == pytest.approx(seconds[0] / seconds[1], rel=0.01)
     assert not advice.takes_packs  # which would bring no more
-    assert changes_of(advice)["packing"].factor == pytest.approx(1, abs=0.01)
+    assert changes_of(advice)["no padding"].factor == pytest.approx(1, abs=0.01)
     with_packs = advise(spared, advice.today.recipe)  # where nothing but the drop-in brings it
     assert changes_of(with_packs)["head"].factor == pytest.approx(head.factor)
     assert (with_packs.after.recipe.batching, with_packs.after.recipe.target_rows) == ("even", True)

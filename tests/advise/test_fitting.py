@@ -32,7 +32,7 @@ def test_the_least_change_of_each_kind_is_named():
     assert what_fits(whole) == ("zero1 in place of ddp", "LoRA of rank 16")
     assert what_fits(scenario(adapted=None).estimate(Recipe("ddp", "random", 4, 8))) == ("zero1 in place of ddp",)
     plain = scenario(64).estimate(Recipe("zero3", "random", 8, 8, "none"))
-    assert what_fits(plain) == ("gradient checkpointing", "batches of 2, 32 of them per rank and step")
+    assert what_fits(plain) == ("gradient checkpointing", "batch 2, accumulation 32")
     recipes = [Recipe("zero3", "random", batch, 64 // batch, "none") for batch in (2, 4)]
     assert [scenario(64).estimate(recipe).fits for recipe in recipes] == [True, False]
 
@@ -43,11 +43,8 @@ def test_several_together_where_none_suffices_and_nothing_where_not_even_all():
     def helps(gib):
         return what_fits(scenario(16, cluster=replace(EIGHT, memory_bytes=gib * 2**30)).estimate(tight))
 
-    smallest = (
-        "gradient checkpointing together with batches of 1, 16 of them per rank and step together with zero3 in place "
-        "of zero2"
-    )
-    assert helps(40) == ("gradient checkpointing together with batches of 1, 16 of them per rank and step",)
+    smallest = "gradient checkpointing together with batch 1, accumulation 16 together with zero3 in place of zero2"
+    assert helps(40) == ("gradient checkpointing together with batch 1, accumulation 16",)
     assert helps(28) == (smallest,)
     assert helps(24) == (f"{smallest} together with LoRA of rank 16",)
     assert helps(4) == ()
@@ -63,7 +60,7 @@ def test_packs_are_no_larger_than_memory_allows():
     lengths = SampleLengths([12] * 30 + [1] * 970, [12_000] * 30 + [900] * 970)
     small = replace(EIGHT, memory_bytes=52 * 2**30)
     advice = advise(scenario(16, lengths=lengths, cluster=small), Recipe("zero3", "random", 2, 8))
-    balance = next(change for change in advice.changes if change.name == "balance")
+    balance = next(change for change in advice.changes if change.name == "balanced packs")
     assert balance.factor is not None
     assert advice.after.fits
 

@@ -45,9 +45,9 @@ def test_each_host_gets_its_own_lines(advice, host, packs, settings):
     count = advice.after.recipe.micro_batches
     assert packs.format(count) in "\n".join(lines[1:4])
     assert f"set: {settings.format(count)}" in "\n".join(lines)
-    told = "30 steps without and with" if host else "measure it"
+    told = "30 steps without and with these lines" if host else "measure it"
     (measured,) = (number for number, line in enumerate(lines) if told in line)
-    assert "a step has 256 samples today, then 250" in lines[measured]
+    assert "; samples a step: 256 today, 250 with the" in lines[measured]
     asked = f"--limits 16,4608 --num-replicas 16 --micro-batches {count}"
     command = f"packs of all samples: omnibal lengths train.json lengths --model models/mine {asked}"
     assert lines.index(command) == len(lines) - (1 if host else 4)

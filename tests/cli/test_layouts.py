@@ -113,5 +113,5 @@ def test_a_plan_of_nothing_that_fits_is_refused_kind_by_kind(refusal, ds_config,
     monkeypatch.setitem(WEIGHED, "auto", ("zero", "rearranged"))
     given = ("--layout", "auto", "--lengths", lengths / "mix", "--cluster", small)
     line = refusal("plan", ds_config(packing={"samples_per_step": 16}), *given)
-    assert line.startswith("a layout must fit 2xA100-80GB, got none; cannot be: ZeRO with even packs: the")
+    assert line.startswith("a layout must fit 2xA100-80GB, got none; cannot be: ZeRO with balanced packs: the")
     assert line.count("cannot be") == 2

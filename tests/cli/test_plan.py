@@ -628,7 +628,7 @@ def test_the_longest_names_of_weighed_plans_are_whole_on_80_columns():
 def test_a_step_of_other_samples_than_were_asked_for_is_said(omnibal, arguments, tmp_path):
     tiled_lengths(200, seed=1).save(tmp_path / "few")
     few = " ".join(omnibal("plan", *arguments(memory=30.0, lengths=[tmp_path / "few"])).stdout.split())
-    assert "asked 128 samples a step, 100 found: " in few
-    assert "epochs have whole steps; no limits that were tried come nearer" in few
+    assert "asked 128 samples a step; the plan has 100: " in few
+    assert "samples each on average; no limits that were tried come nearer" in few
     same = omnibal("plan", *arguments(memory=30.0, lengths=[tmp_path / "few"], samples=100)).stdout
     assert "samples a step," not in same

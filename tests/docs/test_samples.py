@@ -1,16 +1,20 @@
 """What pages show as printed is what is printed today, for the made-up lengths that they name."""
 
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 from typer.testing import CliRunner
 
+from omnibal.advise.memory import RankMemory, free_levels, usable_bytes
 from omnibal.advise.models import Model
 from omnibal.advise.wait import phase_costs
 from omnibal.cli.main import app
+from omnibal.cluster import Cluster
 from omnibal.data.step_size import fit_step
 from omnibal.device import Device
+from omnibal.integrations.trainer.recompute import LayerChoice
 from omnibal.integrations.trainer.steps import AskedSteps, describe
 from omnibal.packs.loading import PackSampler
 from omnibal.profile.counted import analytic_profile
@@ -57,3 +61,17 @@ def test_what_balance_prints(page, model, lengths, batch):
     costs = phase_costs(profile, recompute="full")
     printed = describe(sampler, costs, "zero3", steps, device="A100-80GB")
     assert printed.split() == sample_of(page, "omnibal: 20000 samples").split()
+
+
+@pytest.mark.parametrize("page", ["finetune.md", "troubleshooting.md"])
+def test_what_balance_prints_of_memory(page):
+    """Of the command of finetune.md, whose batches are as large as those of test_what_balance_prints."""
+    lengths, device = patch_lengths(SAMPLES), Device.named("A100-80GB")
+    size = fit_step(lengths, BATCH * ACCUMULATION * RANKS, batch_size=BATCH, num_replicas=RANKS)
+    profile = analytic_profile(Model.known("Qwen2.5-VL-7B").records, device)
+    cluster = replace(Cluster(1, RANKS, device), memory_bytes=int(usable_bytes(device.memory_bytes)))
+    given = free_levels(profile)
+    flagged = tuple(index for index, layer in enumerate(profile.layers) if layer.kind.endswith("_block"))
+    choice = LayerChoice(flagged, given, RankMemory(profile, "zero3", cluster, "full", True), profile)
+    printed = choice.told(lengths, size.limits, choice.chosen(lengths, size.limits))
+    assert printed == sample_of(page, printed[:12]).strip()

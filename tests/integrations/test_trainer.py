@@ -444,10 +444,8 @@ def test_lines_say_what_is_expected_and_what_came(tmp_path, capsys):
     assert any(pack.fillers for step in range(steps) for pack in sampler.packs_of_all_ranks(step))
     line = capsys.readouterr().out
     assert line.startswith("omnibal: 11 samples in packs of at most 7 vision units and 60 tokens, 1.1 samples each\n")
-    told = (
-        "2 steps an epoch, 6 samples a step asked, 5.5 on average (gradient_accumulation_steps is 5, was 2)\n         "
-    )
-    assert f"{told}random batches of 3: " in line
+    told = "2 steps an epoch, 6 samples a step requested, 5.5 on average (gradient_accumulation_steps is 5, was 2)"
+    assert f"{told}\n         random batches of 3: " in line
     assert "Dist Ratio" not in line  # one rank waits for nobody
     assert (trainer.args.gradient_accumulation_steps, args.gradient_accumulation_steps) == (5, 2)
     assert re.search(r"random batches of 3: \d\d% of tokens are padding", line)
@@ -455,7 +453,7 @@ def test_lines_say_what_is_expected_and_what_came(tmp_path, capsys):
     # What packs bring is the head's: hardly any sample shares one.
     assert re.search(r" expected 1\.\d\dx the samples a second .* \(packing 1\.00x, balance \d\.\d\dx, head on", line)
     trainer.train()
-    assert "counted for A100-80GB, not measured" in line
+    assert "computed for A100-80GB, not measured" in line
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(logged) == steps
     assert {"dist_ratio_vision", "dist_ratio_tokens", "waited_seconds"} <= logged[0].keys()
@@ -539,7 +537,7 @@ def test_what_steps_were_planned_for_must_stay(tmp_path):
 def test_the_line_says_where_there_is_no_gain(tmp_path, capsys):
     sampler = balance(trainer_of("internvl", tmp_path, max_steps=5), head="all")
     line = capsys.readouterr().out
-    assert f" {sampler.num_steps} steps an epoch, 2 samples a step asked, {11 / sampler.num_steps:.1f} on" in line
+    assert f" {sampler.num_steps} steps an epoch, 2 samples a step requested, {11 / sampler.num_steps:.1f} on" in line
     assert re.search(r" no gain here: (0.\d|1.0)\dx the samples a second of random batches is expected", line)
 
 
@@ -913,10 +911,8 @@ def test_a_replaced_loader_keeps_the_samples_of_a_step_and_says_what_it_changes(
     sampler = replace_loader(trainer, PackLimits(2000, 900), model=trainer.model).pack_sampler
     line, loss = capsys.readouterr().out.rsplit("omnibal: ", 1)
     assert line.startswith("omnibal: 11 samples in packs of at most ")
-    assert (
-        "smaller than the given 2000 vision units and 900 LLM tokens: more samples a step (samples_per_step=)" in line
-    )
-    assert " 3 steps an epoch, 4 samples a step asked, 3.7 on average" in line
+    assert "smaller than the given 2000 vision units and 900 LLM tokens: a larger samples_per_step=" in line
+    assert " 3 steps an epoch, 4 samples a step requested, 3.7 on average" in line
     means = f"a step now has the mean of {sampler.micro_batches} packs' means, and not that of its target tokens"
     assert loss.startswith("Trainer.compute_loss stays; where it takes the mean over a batch, as outputs.loss is,")
     assert f"{means}: replace_loader(..., exact_loss=True) takes this one" in loss

@@ -53,7 +53,7 @@ def test_each_part_of_a_pass_is_timed_and_promises_are_corrected(tmp_path, monke
     assert hooks_of(trainer) == before
     told = capfd.readouterr().out
     assert "omnibal: steps 3 to 20 measured: vision " in told
-    assert " the samples a second of random batches, counting; now " in told
+    assert " the samples a second of random batches, computed; now " in told
     found = Calibration.load(tmp_path / FILE)
     assert found.counted_for == "A100-80GB"
     costs = phase_costs(found.apply(counted_profile(trainer.model, None)))
@@ -108,7 +108,7 @@ def test_costs_of_another_device_or_model_are_left_alone(tmp_path, capfd):
         balanced("internvl", tmp_path)
         told = capfd.readouterr().out
         assert f"{FILE} is left alone: {reason}" in told
-        assert "(counted for A100-80GB, not measured)" in told
+        assert "(computed for A100-80GB, not measured)" in told
 
 
 def calibrated_on_ranks(folder):

@@ -95,7 +95,7 @@ def test_the_line_says_what_was_asked_and_what_a_step_holds():
     size, samples = sized(LENGTHS, 512, most=PackLimits(9, 4096))
     sampler = PackSampler(LENGTHS, size.limits, rank=0, num_replicas=4, micro_batches=size.micro_batches)
     line = describe(sampler, None, "ddp", AskedSteps(512, 4, 32, 1.0))
-    assert f"{sampler.num_steps} steps an epoch, 512 samples a step asked, {samples:.0f} on average" in line
+    assert f"{sampler.num_steps} steps an epoch, 512 samples a step requested, {samples:.0f} on average" in line
     assert f" (gradient_accumulation_steps is {size.micro_batches}, was 32)\n" in line
     assert "expected" not in line
     small = PackLimits(3, 1200)
@@ -126,7 +126,7 @@ def test_given_limits_are_made_smaller_with_a_reason(seed):
     size, of_pack, line = described(lengths, 4, PackLimits(300, 400))
     assert size.micro_batches == 1
     assert of_pack == pytest.approx(2, rel=2 * KEPT)  # not one sample in each of two packs
-    assert "smaller than the given 300 vision units and 400 LLM tokens: more samples a step (samples_per" in line
+    assert "smaller than the given 300 vision units and 400 LLM tokens: a larger samples_per_step= keeps" in line
     kept, of_pack, line = described(lengths, 24, PackLimits(300, 400))
     assert (kept.limits, of_pack > 4) == (PackLimits(300, 400), True)
     assert "smaller than" not in line
@@ -175,8 +175,8 @@ def test_packs_of_one_sample_promise_no_packing():
 
 def test_a_part_of_an_epoch_is_whole_steps():
     sampler = PackSampler(SampleLengths([0] * 7, [10] * 7), PackLimits(1, 10), num_replicas=1, rank=0)
-    told = "7 steps an epoch, 2 samples a step asked, 1.0 on average, as near as packs come: 11 optimizer steps in all "
-    assert AskedSteps(2, 2, 1, 1.5).told(sampler).startswith(f"{told}instead of 6, over")
+    told = "7 steps an epoch, 2 samples a step requested, 1.0 on average, as near as packs come: 11 optimizer steps in "
+    assert AskedSteps(2, 2, 1, 1.5).told(sampler).startswith(f"{told}all instead of 6, over")
 
 
 def test_texts_alone_get_limits():

@@ -58,7 +58,7 @@ def pasted(report, *found):
 
 def test_even_packs_have_limits_and_what_balance_needs(report):
     lines = pasted(report, candidate("zero", 1e6))
-    assert lines[0].startswith("adopt: ZeRO with even packs, 1,000,000 samples/s (in words)")
+    assert lines[0].startswith("adopt: ZeRO with balanced packs, 1,000,000 samples/s (in words)")
     text = "\n".join(lines)
     assert re.search(r"balance\(trainer, PackLimits\(\d+, \d+\), samples_per_step=6\d\)", text)
     assert 'train_sampling_strategy="random"' in text and '"zero_optimization": {"stage": 2} in the ds_config' in text
@@ -68,7 +68,7 @@ def test_rearranged_samples_are_drawn_in_batches_of_todays_step(report):
     text = "\n".join(pasted(report, candidate("rearranged", 1e6, recomputed=0.25), candidate("zero", 9e5)))
     assert "rearrange(trainer)  # on all ranks" in text and "balance(" not in text
     assert "set: per_device_train_batch_size=4, gradient_accumulation_steps=2, train_sampling" in text
-    assert "gradient_checkpointing=True" in text and "then 64" in text
+    assert "gradient_checkpointing=True" in text and "today, 64 with them" in text
     assert "docs/rearranging.md" in "\n".join(pasted(report_of(Present("ms-swift", "zero3", 4, 2)),
                                                      candidate("rearranged", 1e6)))  # fmt: skip
 
@@ -117,7 +117,7 @@ def test_what_does_not_run_or_is_no_faster_is_not_pasted(report):
     spread = candidate("spread", 1e6, layout=(2, 2, 2), encoder=Encoder.on_all(8))
     lines = pasted(report, spread, candidate("zero", 1.02 * rate))
     assert lines[0] == f"adopt: your trainer as it is, {rate:,.1f} samples/s with these lines; " + (
-        f"ZeRO with even packs, {1.02 * rate:,.1f} samples/s (in words) is not faster"
+        f"ZeRO with balanced packs, {1.02 * rate:,.1f} samples/s (in words) is not faster"
     )
     assert lines[1:] == report.to_paste() == pasted(report, spread)
 
@@ -128,7 +128,7 @@ def test_a_runner_up_is_slower_than_the_winner(report):
         report.question.scenario,
     )
     lines = weighed.lines()
-    assert any(line.startswith("winner: ZeRO with even packs, 14.9") for line in lines)
+    assert any(line.startswith("winner: ZeRO with balanced packs, 14.9") for line in lines)
     assert any(line == "equal within 3%: take the simplest, which is the winner; rearranged 15.3" for line in lines)
     assert weighed.runner_up.kind == "pipeline"
     close = LayoutAnswer((candidate("rearranged", 15.3), candidate("zero", 14.9)), {})

@@ -59,7 +59,7 @@ def test_lines_say_winner_runner_up_and_why():
 def test_the_simplest_of_equals_wins_and_the_lines_say_so():
     close = LayoutAnswer((candidate("units", 10.2, useful=1.0), candidate("zero", 10.0, 9.0, useful=1.0)), {})
     lines = LayoutReport(close, SCENARIO).lines()
-    assert "winner: ZeRO with even packs, 10.0 samples/s; omnibal trains it" in lines
+    assert "winner: ZeRO with balanced packs, 10.0 samples/s; omnibal trains it" in lines
     assert "equal within 3%: take the simplest, which is the winner; units 10.2" in lines
     assert not any(line.startswith(("best of those", "cannot", "today's")) for line in lines)
 
@@ -81,7 +81,7 @@ def test_where_nothing_fits_every_kind_says_what_it_lacks():
     report = LayoutReport(LayoutAnswer((), {"zero": 2 * GIB, "tensor": 0}), SCENARIO)
     assert [str(part) for part in report.parts()] == report.lines() == [
         "winner: none, no layout fits these devices",
-        "cannot be: ZeRO with even packs: the fullest device lacks 2.00 GiB at least",
+        "cannot be: ZeRO with balanced packs: the fullest device lacks 2.00 GiB at least",
         "cannot be: one pipeline with tensor ranks in its stages: these devices, costs and samples of a step have no "
         "such layout",
         "not weighed: 8 tensor ranks would cross nodes of 4",

@@ -234,7 +234,7 @@ def make_rules(demand: Demand, spec: PackingSpec, ranks: Ranks, num_packs: int) 
 
     If packs have few vision units (tiles) and these drive, those of a step are made a multiple of its ranks: else one
     rank has one more than the others. That has a price: fewer sets of samples do, and what they leave uneven is cost
-    (ALGORITHM.md has figures). So it pays if the ViT makes up half of the cost or more. A cost model without vision
+    (PLANNER.md has figures). So it pays if the ViT makes up half of the cost or more. A cost model without vision
     units says nothing about the ViT; then both count alike, as if ViT and LLM were stages of their own.
     """
     limits, cost = spec.limits, spec.pack_cost

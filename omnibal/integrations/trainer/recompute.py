@@ -179,9 +179,9 @@ class LayerChoice:
         told = f"{len(again)} of {len(self.flagged)} layers recompute"
         if memory is not None:
             peak = float(memory.peak_bytes(fullest_load(lengths, limits))) - spare_bytes
-            told += f"; {peak / GIB:.1f} of {memory.budget_bytes / GIB:.1f} GiB for the fullest pack, as counted"
+            told += f"; {peak / GIB:.1f} of {memory.budget_bytes / GIB:.1f} GiB for the fullest pack, computed"
         every = self.seconds(lengths, ["full" if index in self.flagged else "none" for index in range(len(levels))])
-        return f"{told}; expected {every / self.seconds(lengths, levels):.2f}x of recomputing all"
+        return f"{told}; expected {every / self.seconds(lengths, levels):.2f}x as fast as recomputing all"
 
     def apply(self, memory: RankMemory | None, model: Any) -> None:
         """Set the flags of a model's layers, and let encoders that train nothing run without gradients."""

@@ -130,7 +130,7 @@ class AskedSteps:
         """What an optimizer step holds of what was asked, and what becomes of the schedule where it holds another."""
         asked, now = self.samples_per_step, samples_per_step(sampler)
         told = (
-            f"{sampler.num_steps} steps an epoch, {asked} samples a step asked, "
+            f"{sampler.num_steps} steps an epoch, {asked} samples a step requested, "
             f"{now:.{0 if now >= SHOWN_WHOLE else 1}f} on average"
         )
         if sampler.micro_batches != self.micro_batches:
@@ -224,7 +224,7 @@ def describe(
 
     given, notes = asked_steps.limits, list[str]()
     if given not in (None, limits):
-        notes.append(f"smaller than the given {given.in_words}: more samples a step (samples_per_step=) keep these")
+        notes.append(f"smaller than the given {given.in_words}: a larger samples_per_step= keeps those")
     if holds_one(samples_per_pack(sampler)):
         notes.append("hardly any sample shares a pack: more samples a step (samples_per_step=) or larger limits pack")
     waits = waiting_of(first) + ([f"{padding_share(sampler):.0%} of tokens are padding"] if padded else [])
@@ -240,7 +240,7 @@ def describe(
         + ", ".join([*waiting_of(random), f"{padding:.0%} of tokens are padding"]),
     ]
     if costs is not None:
-        source = "counted" if device is None else f"counted for {device}"
+        source = "computed" if device is None else f"computed for {device}"
         source = "by costs that an earlier run measured" if is_measured else f"{source}, not measured"
         lines.append(f"{expected_gains(sampler, costs, layout, asked_steps)} ({source})")
     return "\n         ".join(lines)
