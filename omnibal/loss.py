@@ -76,11 +76,9 @@ def summed_loss(
 def evaluation_statistics(
     head: LogitsOf, rows: Tensor, integers: Mapping[str, Tensor], vocabulary: Vocabulary = WHOLE
 ) -> Tensor:
-    """EVALUATION_STATISTICS of a pack, a float64 vector; ``integers`` are its ``targets_of`` and its samples' bounds.
-
-    A sample is exact if greedy decoding would give its answer: each target token is then predicted from a prefix
-    that greedy decoding would have produced itself.
-    """
+    """EVALUATION_STATISTICS of a pack, a float64 vector; ``integers`` are its ``targets_of`` and sample bounds."""
+    # A sample is exact if greedy decoding would give its answer: each target token is then predicted from a prefix that
+    # greedy decoding would have produced itself.
     places, targets, bounds = (integers[name] for name in ("target_rows", "targets", "cu_seq_lens"))
     loss, wrong = torch.zeros((), device=rows.device), []
     for part, wanted in _chunks(rows, targets):

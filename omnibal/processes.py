@@ -61,22 +61,18 @@ def reason_of(output: str) -> str:
 
 
 def let_segments_grow() -> None:
-    """Keep a GPU's memory in one piece, though packs differ in size from step to step; before torch is imported.
-
-    What the user says about torch's allocator stays.
-    """
+    """Keep a GPU's memory in one piece, though packs differ in size from step to step; before torch is imported."""
+    # What the user says about torch's allocator stays.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which torch reads too
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def end_with_launcher() -> None:
-    """Let this process end when the deepspeed launcher does.
-
-    ``deepspeed`` starts a runner, it starts one launcher a node, and that the training processes. The launcher ends
-    them when it gets a signal, but the runner passes none on: a SIGTERM or SIGINT to it alone would leave all of them
-    training. Here the first process of a node watches the runner, and hands its end to the launcher; every process
-    watches the launcher. Without a deepspeed launcher, or on a system without pidfd_open, nothing is watched.
-    """
+    """Let this process end when the deepspeed launcher does."""
+    # `deepspeed` starts a runner, it starts one launcher a node, and that the training processes. The launcher ends
+    # them when it gets a signal, but the runner passes none on: a SIGTERM or SIGINT to it alone would leave all of them
+    # training. Here the first process of a node watches the runner, and hands its end to the launcher; every process
+    # watches the launcher. Without a deepspeed launcher, or on a system without pidfd_open, nothing is watched.
     launch = os.getppid()
     if not hasattr(os, "pidfd_open") or LAUNCH not in _command(launch):
         return
@@ -88,10 +84,9 @@ def end_with_launcher() -> None:
 
 
 class EndRequest:
-    """SIGTERM and Ctrl-C ask this process to end while the block runs, and do not end it at once.
+    """SIGTERM and Ctrl-C ask this process to end while the block runs, and do not end it at once."""
 
-    A second Ctrl-C, ``AGAIN_SECONDS`` or more behind the first, ends it as ever: a launcher may pass one on twice.
-    """
+    # A second Ctrl-C, `AGAIN_SECONDS` or more behind the first, ends it as ever: a launcher may pass one on twice.
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None

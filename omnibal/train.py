@@ -154,10 +154,8 @@ def _under_own_plan(workspace: Workspace) -> Workspace:
     if dist.get_rank() == 0:
         LOG.warning(
             "The run goes on under the plan that it followed before, %s; %s has other packs or is no plan: restart "
-            "(--restart) begins anew under it",
-            own,
-            workspace.followed_plan,
-        )
+            "(--restart) begins anew under it", own, workspace.followed_plan,
+        )  # fmt: skip
     return replace(workspace, overrides=replace(workspace.overrides, plan=before))
 
 
@@ -233,11 +231,9 @@ def _train(
     engine: OmnibalEngine, run: RunSection, log: MetricsLog | None, evaluate: Callable[[tqdm], None],
     request: EndRequest,
 ) -> bool:  # fmt: skip
-    """Train to the end of the last epoch, or to ``max_steps``; rank 0 has a log and shows the progress bar.
-
-    The memory of the second step is measured: by then the optimizer has its state. The result is whether the last step
-    was reached, or a signal ended the run before.
-    """
+    """Train to the end of the last epoch, or to ``max_steps``; rank 0 has a log and shows the progress bar."""
+    # The memory of the second step is measured: by then the optimizer has its state. The result is whether the last
+    # step was reached, or a signal ended the run before.
     second_step = engine.global_steps + 1
     last_step = run.max_steps or engine.global_steps + engine.loader.steps_left(run.epochs)
     first_step, timed = engine.global_steps, list[tuple[Step, float]]()

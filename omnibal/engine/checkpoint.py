@@ -167,14 +167,10 @@ def problem_of(
         return str(error)
     with ThreadPoolExecutor(READERS) as pool:  # reading and zlib both leave Python's lock
         problems = [*pool.map(check, files)]
-    return next(
-        (
-            f"checkpoint must be whole, got {checkpoint}, where {name} (written by rank {saved.rank}) {problem}"
-            for (name, saved), problem in zip(files, problems, strict=True)
-            if problem is not None
-        ),
-        None,
-    )
+    for (name, saved), problem in zip(files, problems, strict=True):
+        if problem is not None:
+            return f"checkpoint must be whole, got {checkpoint}, where {name} (written by rank {saved.rank}) {problem}"
+    return None
 
 
 def has_all_files(checkpoint: Path) -> str | None:

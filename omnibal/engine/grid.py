@@ -63,10 +63,9 @@ def topology_of(layout: Layout) -> ProcessTopology:
 
 
 class UnequalTopology(ProcessTopology):
-    """The ranks of a layout as (stage, replica); of a rectangle DeepSpeed's ``PipeDataParallelTopology``.
+    """The ranks of a layout as (stage, replica); of a rectangle DeepSpeed's ``PipeDataParallelTopology``."""
 
-    Along ``data`` lie the replicas of each stage, along ``pipe`` the ranks of each column.
-    """
+    # Along `data` lie the replicas of each stage, along `pipe` the ranks of each column.
 
     def __init__(self, layout: Layout) -> None:
         self.replicas = [layout.shape(stage)[0] for stage in range(layout.num_stages)]

@@ -100,12 +100,10 @@ def initialize(
 
 
 def meet(backend: str, **rendezvous: Any) -> None:
-    """Let this process communicate with the others of its launch, and leave nothing behind; all ranks together.
-
-    The processes may have met before. The device is set before anything communicates: NCCL sends from the current
-    device, which would be the first one of the host for every process. ``rendezvous`` is as for
-    ``deepspeed.init_distributed``; by default the launcher says where they meet.
-    """
+    """Let this process communicate with the others of its launch, and leave nothing behind; all ranks together."""
+    # The processes may have met before. The device is set before anything communicates: NCCL sends from the current
+    # device, which would be the first one of the host for every process. `rendezvous` is as for
+    # `deepspeed.init_distributed`; by default the launcher says where they meet.
     have_met = dist.is_initialized()
     if not have_met:
         end_with_launcher()
@@ -202,13 +200,8 @@ def build_engine(
     is_first = dist.get_rank() == 0
     spare = run_on_all_ranks(lambda: spare_weights(resolved.vlm, source) if is_first else {})
     return engine_class(
-        resolved=resolved,
-        plan=plan,
-        loader=loader,
-        spare=spare,
-        on_gradient=own.on_gradient,
-        optimizer=own.optimizer,
-        lr_scheduler=own.lr_scheduler,
+        resolved=resolved, plan=plan, loader=loader, spare=spare, on_gradient=own.on_gradient,
+        optimizer=own.optimizer, lr_scheduler=own.lr_scheduler,
         model_parameters=module.parameter_groups(resolved.section.optimizer),
         args=None,  # of a command line, where DeepSpeed would look for its configuration
         model=module,
@@ -218,7 +211,7 @@ def build_engine(
         config=config._param_dict,
         config_class=config,
         **others,
-    )
+    )  # fmt: skip
 
 
 def warn_of_float32(device_name: str, dtype: str) -> None:

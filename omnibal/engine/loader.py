@@ -189,12 +189,10 @@ def read_step(
 
 
 def _counted(batches: Sequence[Batch], layout: Layout, rank: int, seconds: float) -> Tensor:
-    """What a rank tells of its packs before a step, to be added up: numbers that all ranks have places for.
-
-    `COUNTED` of all together: target tokens; failures, samples that are newly left out, and those that streams have
-    left out, which the caller enters. Then a number per column that tells whether its first and last stages have read
-    the same labels, and each rank's microseconds of reading: the largest is the wait that all ranks share.
-    """
+    """What a rank tells of its packs before a step, to be added up: numbers that all ranks have places for."""
+    # `COUNTED` of all together: target tokens; failures, samples that are newly left out, and those that streams have
+    # left out, which the caller enters. Then a number per column that tells whether its first and last stages have read
+    # the same labels, and each rank's microseconds of reading: the largest is the wait that all ranks share.
     place = layout.position(rank)
     # Of tensor ranks, which read the same packs, the first one counts.
     is_first, is_last = (place.tensor == 0 and place.stage == end for end in (0, layout.num_stages - 1))
@@ -241,11 +239,9 @@ def _digest(labels: Tensor, before: int = 0) -> int:
 
 
 def open_together(workspace: Workspace, part: Literal["train", "held_out"]) -> ConversationDataset:
-    """The section's ``data.train`` or ``data.held_out``, its samples measured; all ranks together.
-
-    Rank 0 alone indexes the annotations and measures the samples, or finds that those of an earlier run are as they
-    were. The others read what it has kept in ``run.output``, which all hosts must share.
-    """
+    """The section's ``data.train`` or ``data.held_out``, its samples measured; all ranks together."""
+    # Rank 0 alone indexes the annotations and measures the samples, or finds that those of an earlier run are as they
+    # were. The others read what it has kept in `run.output`, which all hosts must share.
 
     def open_and_measure() -> ConversationDataset:
         dataset = workspace.dataset(part, measured=dist.get_rank() != 0)
@@ -258,10 +254,8 @@ def open_together(workspace: Workspace, part: Literal["train", "held_out"]) -> C
 
 
 def training_loader(workspace: Workspace, resolved: ResolvedRun, dataset: Any) -> tuple[Plan, Loader]:
-    """The plan of a run and this rank's loader of what it trains on; all ranks together.
-
-    Samples are those of a caller's dataset or stream, else of the ds_config's stream, else of its annotations.
-    """
+    """The plan of a run and this rank's loader of what it trains on; all ranks together."""
+    # Samples are those of a caller's dataset or stream, else of the ds_config's stream, else of its annotations.
     layout, data, samples = resolved.layout, workspace.section.data, dataset
     if dataset is None and data.streaming:
         # A process to read each of this process's cores but one, which trains.

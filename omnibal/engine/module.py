@@ -132,11 +132,9 @@ class VlmPipelineModule(PipelineModule):
         ]
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Names on disk and gradients of a step, added up over replicas and tied layers, and not yet clipped.
-
-        Under ZeRO or bfloat16 a gradient is a float32 copy, which all replicas of a stage make together: each keeps a
-        part.
-        """
+        """Names on disk and gradients of a step, added up over replicas and tied layers, and not yet clipped."""
+        # Under ZeRO or bfloat16 a gradient is a float32 copy, which all replicas of a stage make together: each keeps a
+        # part.
         for parameter, (name, _) in self.disk_names().items():
             # DeepSpeed's optimizers give their parameters this method (mixed_precision_linkage.link_hp_params).
             if hasattr(parameter, "get_full_hp_grad"):
@@ -237,11 +235,9 @@ class VlmPipelineModule(PipelineModule):
         return PackCounts(image_tokens, sample_lengths(batch["cu_seq_lens"]), integers)
 
     def _loss(self, outputs: tuple[Tensor, ...], targets: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Weighted sum of token losses in training, EVALUATION_STATISTICS in evaluation; the last layer computes both.
-
-        The last target is the weight of one token's loss: with ``micro_batches × num_replicas / target tokens of the
-        step`` DeepSpeed's plain average over micro-batches and replicas is the average over the tokens of the step.
-        """
+        """Weighted sum of token losses in training, EVALUATION_STATISTICS in evaluation, both from the last layer."""
+        # The last target is the weight of one token's loss: with `micro_batches × num_replicas / target tokens of the
+        # step` DeepSpeed's plain average over micro-batches and replicas is the average over the tokens of the step.
         hidden: Tensor = self.vlm.sent_tensors(self._local_stop).build(outputs).hidden
         return hidden * targets[-1] if self.training else hidden
 

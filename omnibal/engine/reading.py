@@ -98,11 +98,10 @@ class PackReader:
         return dataset if self.view == "images" else TextView(dataset)
 
     def feed(self, dataset: VlmDataset, sampler: BalancedBatchSampler) -> EpochFeed:
-        """The steps of a sampler, their packs read ahead.
-
-        While a step runs, workers read the next one: all its packs, collated, in the dtype and (for a GPU) the kind of
-        memory that they are copied from, and no pack of the step after it but for what rounding to whole workers adds.
-        """
+        """The steps of a sampler, their packs read ahead."""
+        # While a step runs, workers read the next one: all its packs, collated, in the dtype and (for a GPU) the kind
+        # of memory that they are copied from, and no pack of the step after it but for what rounding to whole workers
+        # adds.
         # A middle stage gets activations from its neighbours: it keeps the position in the epoch and reads nothing.
         if self.view == "nothing":
             return EpochFeed(sampler, None, self.share)
@@ -163,12 +162,11 @@ class _Sent(NamedTuple):
 
 
 class RayPacks:
-    """The packs of a batch sampler, read by a Ray cluster and handed out in the sampler's order.
+    """The packs of a batch sampler, read by a Ray cluster and handed out in the sampler's order."""
 
-    A pack takes one processor of the cluster while it is read. ``count`` packs are being read, or wait in the cluster's
-    memory, and as many wait on this machine; no more are asked for before one is taken. The dataset is sent to each
-    machine once, pickled: its files must have the same paths there. The address ``"local"`` starts a cluster here.
-    """
+    # A pack takes one processor of the cluster while it is read. `count` packs are being read, or wait in the cluster's
+    # memory, and as many wait on this machine; no more are asked for before one is taken. The dataset is sent to each
+    # machine once, pickled: its files must have the same paths there. The address `"local"` starts a cluster here.
 
     def __init__(
         self, dataset: Any, packs: Iterable[list[int]], collate: Collate, *, address: str, count: int, pin: bool

@@ -285,10 +285,9 @@ class Reduction:
 
 
 class WeightBroadcast:
-    """Sends updated weights to the ranks that do not own them, from the first layer on, while the next step begins.
+    """Sends updated weights to the ranks that do not own them, from the first layer on, while the next step begins."""
 
-    With an optimizer that gathers weights itself, `start` is never called and there is nothing to wait for.
-    """
+    # With an optimizer that gathers weights itself, `start` is never called and there is nothing to wait for.
 
     def __init__(self, sums: Sums, layers: Sequence[SharedLayer], others: SharedLayer) -> None:
         self._sums = sums

@@ -222,10 +222,9 @@ def _entries(value: Any) -> int:
 
 
 class PipelineStreamFeed(StreamFeed):
-    """The steps of one rank of a pipeline: the first rank of a replica draws, those of the last stage get labels.
+    """The steps of one rank of a pipeline: the first rank of a replica draws, those of the last stage get labels."""
 
-    Sources are the same on all ranks, and divided over the replicas of the first stage here.
-    """
+    # Sources are the same on all ranks, and divided over the replicas of the first stage here.
 
     fills = False
 

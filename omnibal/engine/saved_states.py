@@ -87,10 +87,8 @@ class SavedStates:
     """The optimizer's state of the weights that an engine updates."""
 
     def __init__(self, engine: Any, checkpoint: Path, manifest: Mapping[str, Any]) -> None:
-        """Map the files of the stages that had this rank's layers.
-
-        A ConfigError names a weight without state, or with state of another kind than a number for each weight.
-        """
+        """Map the files of the stages that had this rank's layers."""
+        # A ConfigError names a weight without state, or with state of another kind than a number for each weight.
         self._engine, vlm, ranks = engine, engine.module.vlm, engine.module.ranks
         layers = [index for index, _ in engine.module.numbered_layers()]
         self._vlm, self._ranks, self._size = vlm, ranks, manifest["num_tensor"]

@@ -129,10 +129,8 @@ class Settings:
                     group[name] = value
 
     def check_groups(self, saved: Mapping[str, Any], *, by_name: bool) -> None:
-        """Refuse parameter groups that are not those of a checkpoint, in its order.
-
-        ``by_name``: ranks read the optimizer's state by the names of weights, not each its own file.
-        """
+        """Refuse parameter groups that are not those of a checkpoint, in its order."""
+        # `by_name`: ranks read the optimizer's state by the names of weights, not each its own file.
         own, before = ([group.get("name") for group in groups] for groups in (self.groups, saved["groups"]))
         are_told_apart = len({*own} - {None}) == len(own)
         if len(own) == len(before) == 1 or (own == before and (are_told_apart or not by_name)):

@@ -62,10 +62,9 @@ def _method(kind: type, name: str) -> Callable[..., None]:
 
 
 class TableSchedule(deepspeed_schedule.PipeSchedule):
-    """One stage of a schedule table: its entries one after another, then the instructions that end a step.
+    """One stage of a schedule table: its entries one after another, then the instructions that end a step."""
 
-    Without a table micro-batches run forward alone, with a table's transfers, and no step ends.
-    """
+    # Without a table micro-batches run forward alone, with a table's transfers, and no step ends.
 
     def __init__(self, micro_batches: int, num_stages: int, stage: int, table: Schedule | None = None) -> None:
         super().__init__(micro_batches, num_stages, stage)

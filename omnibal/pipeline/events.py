@@ -21,11 +21,9 @@ def run_table(
     table: Table, blocking: bool, seconds: FloatArray, transfers: FloatArray, release: FloatArray, starts: FloatArray,
     ends: FloatArray,
 ) -> bool:  # fmt: skip
-    """Write when each instruction of a table starts and ends; False if not all could run, which is a deadlock.
-
-    If transfers block (``Schedule.blocking_table``), both sides wait for each other and are busy until a transfer ends.
-    Otherwise (``Schedule.table``) transfers start by themselves and cost no stage time, one at a time on each link.
-    """
+    """Write when each instruction of a table starts and ends; False if not all could run, which is a deadlock."""
+    # If transfers block (`Schedule.blocking_table`), both sides wait for each other and are busy until a transfer ends.
+    # Otherwise (`Schedule.table`) transfers start by themselves and cost no stage time, one at a time on each link.
     # seconds: of each computation by Operation, (4, micro-batches, stages); transfers: from a stage to the next one,
     # either way, (micro-batches, stages); release: when a row may begin its first forward pass, (rows,).
     operations, micro_batches, lengths, stages, before, behind = table

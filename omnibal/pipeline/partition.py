@@ -109,11 +109,9 @@ def cut_parts(
     layout: Layout,
     cut: Callable[[Sequence[float], int], Sequence[int]] | None = None,
 ) -> Partition:
-    """Boundaries by a weight of each layer; encoder and language model each by itself where the encoder has a place.
-
-    ``cut`` makes boundaries of weights and a number of stages; by default `balanced_boundaries`. The layers of a spread
-    encoder, which has no stage, are counted with the first one.
-    """
+    """Boundaries by a weight of each layer; encoder and language model each by itself where the encoder has a place."""
+    # `cut` makes boundaries of weights and a number of stages; by default `balanced_boundaries`. The layers of a spread
+    # encoder, which has no stage, are counted with the first one.
     cut = cut or balanced_boundaries
     if layout.encoder is None:
         return Partition(cut(weights, layout.num_stages))

@@ -57,11 +57,10 @@ class Instruction(NamedTuple):
 
 
 class Table(NamedTuple):
-    """The lists of a schedule as padded arrays, for compiled code; a row is a stage of one replica.
+    """The lists of a schedule as padded arrays, for compiled code; a row is a stage of one replica."""
 
-    Without units there is one row for each stage. With units all replicas meet, and every one has rows, the encoder's
-    first; micro-batches then have their numbers in the step.
-    """
+    # Without units there is one row for each stage. With units all replicas meet, and every one has rows, the encoder's
+    # first; micro-batches then have their numbers in the step.
 
     operations: NDArray[np.int8]  # (rows, longest list)
     micro_batches: NDArray[np.int32]  # (rows, longest list)
@@ -240,10 +239,8 @@ def one_f_one_b(num_stages: int, micro_batches: int) -> Schedule:
 
 
 def stage_order(depth: int, micro_batches: int, lag: int | None = None) -> tuple[Instruction, ...]:
-    """What one stage runs in the order of 1F1B, ``depth`` micro-batches in flight.
-
-    In a pipeline the depth is how many stages there are from this one on, itself included.
-    """
+    """What one stage runs in the order of 1F1B, ``depth`` micro-batches in flight."""
+    # In a pipeline the depth is how many stages there are from this one on, itself included.
     # With a ``lag`` backward passes are split, and a W waits for ``lag`` further B, so that it fills time in which 1F1B
     # would wait for a gradient; what still waits at the end runs last.
     warm_up = min(depth, micro_batches)
@@ -329,11 +326,9 @@ def check_units(layout: Layout) -> Encoder:
 
 
 def encoder_schedule(layout: Layout, micro_batches: int) -> Schedule:
-    """What the stages of an encoder's replica run, its own micro-batches numbered from 0: 1F1B, as deep as units need.
-
-    ``micro_batches`` are those of an LLM's replica. An encoder that serves k replicas keeps k micro-batches for each
-    stage behind it in flight; one of k encoders that serve the same replica keeps a k-th.
-    """
+    """What an encoder's replica runs, its own micro-batches numbered from 0: 1F1B, as deep as units need."""
+    # `micro_batches` are those of an LLM's replica. An encoder that serves k replicas keeps k micro-batches for each
+    # stage behind it in flight; one of k encoders that serve the same replica keeps a k-th.
     encoder = check_units(layout)
     behind = layout.num_stages - encoder.num_stages
     served = -(-behind * layout.num_replicas // encoder.num_replicas)

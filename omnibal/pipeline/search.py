@@ -60,11 +60,10 @@ class MeanSeconds(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PartitionProblem:
-    """Cut ``profile`` into the stages of ``schedule`` so that steps are short.
+    """Cut ``profile`` into the stages of ``schedule`` so that steps are short."""
 
-    ``times`` holds the replicas of one step, or of ``num_steps`` steps one after another. With units it holds the
-    numbered micro-batches of each step in place of replicas.
-    """
+    # `times` holds the replicas of one step, or of `num_steps` steps one after another. With units it holds the
+    # numbered micro-batches of each step in place of replicas.
 
     profile: ModelProfile
     times: StepTimes

@@ -282,10 +282,8 @@ def _simulate_spread(
     profile: ModelProfile, partition: Partition, load: Load, layout: Layout, links: tuple[Links, Links],
     recompute: Sequence[str] | None, schedule: Schedule, mode: Mode,
 ) -> StepSimulation:  # fmt: skip
-    """The LLM's pipeline, cut by ``partition``, between the two passes of an encoder that is on all devices.
-
-    ``links`` are those of the encoder and of the LLM.
-    """
+    """The LLM's pipeline, cut by ``partition``, between the two passes of an encoder that is on all devices."""
+    # `links` are those of the encoder and of the LLM.
     encoder, language = split_profile(profile)
     border = len(encoder.layers)
     levels = (None, None) if recompute is None else (recompute[:border], recompute[border:])
@@ -307,10 +305,8 @@ def _simulate_spread(
 
 
 def _with_images(simulation: Simulation, begins: float, passes: Sequence[tuple[Operation, float, float]]) -> Simulation:
-    """A replica whose pipeline begins so late, with the encoder's passes (operation, start, end) on each stage.
-
-    Their micro-batch is ``IMAGES``.
-    """
+    """A replica whose pipeline begins so late, with the encoder's passes (operation, start, end) on each stage."""
+    # Their micro-batch is `IMAGES`.
     table, lengths = simulation.table, simulation.table.lengths
     rows, columns = table.operations.shape
     shape, inner = (rows, columns + len(passes)), np.s_[:, 1 : columns + 1]

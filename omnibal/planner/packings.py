@@ -71,11 +71,9 @@ class PlanRequest:
             )
 
     def layouts(self, profile: ModelProfile) -> list[Layout]:
-        """Layouts that the search considers, with rising numbers of stages and the profile's tensor ranks.
-
-        An encoder of its own keeps its devices, and pipelines of the LLM divide the others; one that is spread runs on
-        all devices of the LLM.
-        """
+        """Layouts that the search considers, with rising numbers of stages and the profile's tensor ranks."""
+        # An encoder of its own keeps its devices, and pipelines of the LLM divide the others; one that is spread runs
+        # on all devices of the LLM.
         encoder, num_devices, num_layers = self.encoder, self.cluster.num_devices, len(profile.layers)
         own, left, most, alone = 0, num_devices, num_layers, encoder
         if encoder is not None:

@@ -346,11 +346,9 @@ class Variant:
 def variants_up_to(
     plan: Plan, profile: ModelProfile, lengths: SampleLengths, *, batch_size: int, steps: int, seed: int = 0
 ) -> tuple[Variant, ...]:
-    """From random batches to the plan: nothing balanced, then data, model, memory, and a schedule other than 1F1B.
-
-    The first variant trains on random padded micro-batches of ``batch_size`` samples, with about as many samples a step
-    as the plan, cut by parameters and with every layer recomputed.
-    """
+    """From random batches to the plan: nothing balanced, then data, model, memory, and a schedule other than 1F1B."""
+    # The first variant trains on random padded micro-batches of `batch_size` samples, with about as many samples a step
+    # as the plan, cut by parameters and with every layer recomputed.
     num_replicas = plan.layout.num_replicas
     epoch = arrange_epoch(lengths, plan.limits, num_replicas=num_replicas, micro_batches=plan.micro_batches, seed=seed)
     packed = Packing.of(epoch, lengths, plan.limits, spread_steps(epoch.num_steps, steps))

@@ -213,11 +213,10 @@ class StepModel:
 
 
 class SpreadModel(StepModel):
-    """The step of an encoder that is spread, as a function of the LLM's partition: boundaries are those of the LLM.
+    """The step of an encoder that is spread, as a function of the LLM's partition: boundaries are those of the LLM."""
 
-    Search compares partitions by the LLM's pipeline alone, beside what the encoder holds: what goes before and behind
-    it hardly depends on the partition. ``level`` is what the encoder recomputes.
-    """
+    # Search compares partitions by the LLM's pipeline alone, beside what the encoder holds: what goes before and behind
+    # it hardly depends on the partition. `level` is what the encoder recomputes.
 
     def __init__(
         self, costs: StepCosts, schedule: ScheduleName = "1f1b", budgets: tuple[int, ...] | None = None, *,

@@ -190,12 +190,11 @@ def check_shared(folder: Path, *, name: str, where: str | None = None) -> None:
 
 
 class Meeting:
-    """Where the ranks of a group compare what each is about to do; all of them create it together.
+    """Where the ranks of a group compare what each is about to do; all of them create it together."""
 
-    They exchange data afterwards, which would fail or hang if they differed. Each rank learns the least and the
-    greatest record of all ranks in ⌈log₂ ranks⌉ small messages over gloo: 12 for 2560 ranks, where an all-gather in a
-    ring takes 2559 one after another.
-    """
+    # They exchange data afterwards, which would fail or hang if they differed. Each rank learns the least and the
+    # greatest record of all ranks in ⌈log₂ ranks⌉ small messages over gloo: 12 for 2560 ranks, where an all-gather in a
+    # ring takes 2559 one after another.
 
     def __init__(self, among: dist.ProcessGroup | None = None) -> None:
         self._group = new_gloo_group(among, timeout=MEETING_TIMEOUT)
@@ -255,11 +254,9 @@ def gloo_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
 def new_gloo_group(
     among: dist.ProcessGroup | None = None, *, timeout: timedelta = WORK_TIMEOUT
 ) -> dist.ProcessGroup | None:
-    """A gloo group of all ranks (or of those of ``among``, which call this together); the processes connect at once.
-
-    Without a process group there is nobody to connect to, and the result is None. A thread that communicates needs a
-    group of its own, since the members of a group must enter its collectives in the same order.
-    """
+    """A gloo group of all ranks (or of those of ``among``, which call this together); the processes connect at once."""
+    # Without a process group there is nobody to connect to, and the result is None. A thread that communicates needs a
+    # group of its own, since the members of a group must enter its collectives in the same order.
     if not dist.is_initialized():
         return None
     if among not in (None, dist.group.WORLD):  # hosts_of would wait for all ranks, of which some need not come here

@@ -53,11 +53,9 @@ MOST_NAMED: Final = 8
 
 @contextmanager
 def failures_reach_all_ranks(*, where: str | None = None) -> Iterator[None]:
-    """Tell all ranks about an exception inside the block, and from the first call on about any that ends this process.
-
-    A rank that hears of a failure and has not failed by itself some seconds later ends with status 1: an exchange on a
-    GPU that waits for the failed rank can neither be finished nor interrupted.
-    """
+    """Tell all ranks of an exception inside the block, and from the first call on of any that ends this process."""
+    # A rank that hears of a failure and has not failed by itself some seconds later ends with status 1: an exchange on
+    # a GPU that waits for the failed rank can neither be finished nor interrupted.
     watching = watch()
     watching.hear_the_end()
     try:
