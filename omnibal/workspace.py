@@ -24,7 +24,6 @@ from omnibal.device import Device
 from omnibal.errors import ConfigError, DataError
 from omnibal.families.base import LayerRecord
 from omnibal.families.parts import check_degree
-from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import check_units
 from omnibal.plan import Plan
 from omnibal.planner.packings import num_replicas_on
@@ -374,12 +373,9 @@ class Workspace:
         self.say(f"omnibal.packing.samples_per_step is {asked}, a step of the plan has all {len(self.lengths)} samples")
         return len(self.lengths)
 
-    def resolve_plan(
-        self, records: Sequence[LayerRecord], layout: Layout, lengths: SampleLengths | None,
-        partition: Partition | None = None,
-    ) -> Plan:  # fmt: skip
+    def resolve_plan(self, records: Sequence[LayerRecord], layout: Layout, lengths: SampleLengths | None) -> Plan:
         """The plan that a run on these layers and ranks follows; ``lengths`` None: samples of a stream."""
-        return resolve_plan(self.config, self.section, self.named_plan, records, layout, lengths, partition)
+        return resolve_plan(self.config, self.section, self.named_plan, records, layout, lengths)
 
 
 def devices_at_hand() -> Cluster | None:

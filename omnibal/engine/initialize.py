@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from omnibal.compiled import folder_hash
 from omnibal.config import check_deferral, fill_in_steps, settings_of
 from omnibal.engine.engine import OmnibalEngine
-from omnibal.engine.loader import Loader, training_loader
+from omnibal.engine.loader import Loader, open_samples, training_loader
 from omnibal.engine.module import VlmPipelineModule
 from omnibal.engine.reading import VlmDataset
 from omnibal.engine.resolve import (
@@ -149,7 +149,7 @@ def start(workspace: Workspace, model: Any, dataset: Any, own: UserOptimizer) ->
     if dist.get_rank() == 0:
         LOG.info("parameters trained: %s", trained_in_words(resolved.trained))
         warn_of_float32(get_accelerator().device_name(), resolved.layout.precision)
-    plan, loader = training_loader(workspace, resolved, dataset)
+    plan, loader = training_loader(resolved, open_samples(workspace, dataset))
     # Only now the number of steps is known, which "auto" in DeepSpeed's scheduler waits for.
     total_steps = section.run.max_steps or loader.steps_left(section.run.epochs)
     weights = model.state_dict() if isinstance(model, nn.Module) else None

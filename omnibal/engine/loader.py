@@ -253,19 +253,21 @@ def open_together(workspace: Workspace, part: Literal["train", "held_out"]) -> C
     return rank_zero_first(open_and_measure, doing=MEASURES)
 
 
-def training_loader(workspace: Workspace, resolved: ResolvedRun, dataset: Any) -> tuple[Plan, Loader]:
-    """The plan of a run and this rank's loader of what it trains on; all ranks together."""
-    # Samples are those of a caller's dataset or stream, else of the ds_config's stream, else of its annotations.
-    layout, data, samples = resolved.layout, workspace.section.data, dataset
+def open_samples(workspace: Workspace, dataset: Any) -> Any:
+    """What a run trains on: a caller's dataset or stream, else the ds_config's; all ranks together."""
+    data = workspace.section.data
     if dataset is None and data.streaming:
         # A process to read each of this process's cores but one, which trains.
         workers = cores_of_process() - 1 if data.workers is None else data.workers
-        samples = run_on_all_ranks(lambda: workspace.streams(workers))
-    elif dataset is None:
-        samples = open_together(workspace, "train")
+        return run_on_all_ranks(lambda: workspace.streams(workers))
+    return open_together(workspace, "train") if dataset is None else dataset
+
+
+def training_loader(resolved: ResolvedRun, samples: Any) -> tuple[Plan, Loader]:
+    """The plan of a run and this rank's loader of samples, or of a stream of them; all ranks together."""
     if dist.get_rank() == 0:
         warn_of_added_end(samples)
-    position = layout.position(dist.get_rank())
+    layout, data, position = resolved.layout, resolved.section.data, resolved.layout.position(dist.get_rank())
     # The first stage reads images and text, the last one text, for its labels.
     view: View = "text" if position.stage == layout.num_stages - 1 else "nothing"
     reader = PackReader(
@@ -277,23 +279,22 @@ def training_loader(workspace: Workspace, resolved: ResolvedRun, dataset: Any) -
     )  # fmt: skip
     # Samples with lengths are arranged by epochs; of a stream packs are planned as samples come.
     if hasattr(samples, "lengths"):
-        return sample_loader(workspace, resolved, samples, position, reader)
-    return run_on_all_ranks(lambda: stream_loader(workspace, resolved, samples, position, reader))
+        return sample_loader(resolved, samples, position, reader)
+    return run_on_all_ranks(lambda: stream_loader(resolved, samples, position, reader))
 
 
 def sample_loader(
-    workspace: Workspace, resolved: ResolvedRun, samples: VlmDataset, position: PipelinePosition, reader: PackReader
+    resolved: ResolvedRun, samples: VlmDataset, position: PipelinePosition, reader: PackReader
 ) -> tuple[Plan, Loader]:
     """The plan of a run on samples with lengths, and this rank's loader; all ranks together."""
     # Rank 0 asks for the lengths first: a dataset may measure them when asked, and keep them for the others. Then each
     # rank arranges the same epoch by itself, and all compare what they arranged it from: no pack is sent.
     lengths = rank_zero_first(lambda: checked_lengths(samples), doing=MEASURES)
-    layout = resolved.layout
-    replica = position.replica % layout.num_replicas  # an encoder with more replicas reads by its share alone
+    replica = position.replica % resolved.layout.num_replicas  # an encoder with more reads by its share alone
 
     def arrange() -> tuple[Plan, BalancedBatchSampler, Loader]:
-        plan, sampler = _arrange(workspace, resolved, samples, lengths, replica)
-        checked = CheckedSamples(samples, lengths, SampleRules.of(resolved.vlm), workspace.section.data.broken)
+        plan, sampler = _arrange(resolved, samples, lengths, replica)
+        checked = CheckedSamples(samples, lengths, SampleRules.of(resolved.vlm), resolved.section.data.broken)
         return plan, sampler, Loader(reader.feed(checked, sampler), reader, checked)
 
     plan, sampler, loader = run_on_all_ranks(arrange)
@@ -302,9 +303,9 @@ def sample_loader(
 
 
 def _arrange(
-    workspace: Workspace, resolved: ResolvedRun, samples: VlmDataset, lengths: SampleLengths, replica: int
+    resolved: ResolvedRun, samples: VlmDataset, lengths: SampleLengths, replica: int
 ) -> tuple[Plan, BalancedBatchSampler]:
-    packing, mixture = workspace.section.packing, workspace.section.data.mixture
+    packing, mixture = resolved.section.packing, resolved.section.data.mixture
     if mixture == "repeat_time":
         if not isinstance(samples, ConversationDataset):
             raise ConfigError(
@@ -312,7 +313,7 @@ def _arrange(
             )
         mixture = samples.repeat_time()
     typical = typical_lengths(lengths, mixture)
-    plan = workspace.resolve_plan(resolved.vlm.records, resolved.layout, typical, resolved.partition)
+    plan = resolved.plan_of(typical)
     if dist.get_rank() == 0:
         warn_of_other_data(plan, typical)
         if packing.oversized != "drop":
@@ -356,9 +357,9 @@ def warn_of_added_end(samples: Any) -> None:
 
 
 def stream_loader(
-    workspace: Workspace, resolved: ResolvedRun, sources: Any, position: PipelinePosition, reader: PackReader
+    resolved: ResolvedRun, sources: Any, position: PipelinePosition, reader: PackReader
 ) -> tuple[Plan, Loader]:
-    data, packing, num_steps = workspace.section.data, workspace.section.packing, workspace.section.run.max_steps
+    data, packing, num_steps = resolved.section.data, resolved.section.packing, resolved.section.run.max_steps
     if num_steps is None:
         raise ConfigError(
             "omnibal.run.max_steps must say how long to train on a stream, got none; without lengths() it has no epochs"
@@ -369,7 +370,7 @@ def stream_loader(
         raise ConfigError(f"omnibal.data.ray must be left out for a stream, which is read here, got {data.ray!r}")
     if packing.method != "balanced":
         raise ConfigError(f"omnibal.packing.method must be 'balanced' for a stream, got {packing.method!r}")
-    plan = workspace.resolve_plan(resolved.vlm.records, resolved.layout, None, resolved.partition)
+    plan = resolved.plan_of(None)
     # Where the encoder has replicas of its own, these share the packs of a step.
     micro_batches = plan.micro_batches * resolved.layout.num_replicas // resolved.layout.shape(0)[0]
     settings = StreamSettings(

@@ -18,15 +18,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnibal.cluster import Layout
-from omnibal.config import check_batch, complete_deepspeed_config, partition_of
+from omnibal.config import check_batch, complete_deepspeed_config, partition_of, resolve_plan
 from omnibal.config.section import OmnibalSection
+from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError, said
 from omnibal.families.base import TrainedCount, trained_by_module
 from omnibal.families.parts import check_degree
 from omnibal.formats.collate import GRIDS
-from omnibal.pipeline.partition import Partition
+from omnibal.pipeline.partition import Partition, language_partition
 from omnibal.pipeline.schedule import schedule_of
-from omnibal.pipeline.times import language_partition
+from omnibal.plan import Plan
 from omnibal.vlm import load_model
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.workspace import Workspace
@@ -49,8 +50,14 @@ class ResolvedRun:
     folder: Path | None  # Hugging Face folder of the model; None where it has none
     vlm: VisionLanguageModel
     layout: Layout
-    # Layers of each stage, by the ds_config or the plan that it names; None where a plan is given beside
+    named: Plan | None = None  # the plan that the ds_config names
+    # Layers of each stage, by that plan or by the ds_config's keys; None where a plan is given beside
     partition: Partition | None = None
+
+    def plan_of(self, lengths: SampleLengths | None) -> Plan:
+        """The plan that the run follows; ``lengths`` are None for samples of a stream."""
+        records = self.vlm.records
+        return resolve_plan(self.config, self.section, self.named, records, self.layout, lengths, self.partition)
 
     @property
     def micro_batches(self) -> int:
@@ -147,8 +154,9 @@ def resolve(workspace: Workspace, model: Any, num_processes: int) -> ResolvedRun
         _check_frozen_alike(source, vlm, frozen)
     folder = Path(source) if isinstance(source, str | Path) else None
     layout = workspace.layout_on(num_processes, "processes", len(vlm.records))
-    partition = partition_of(section, workspace.named_plan, vlm.records, layout)
-    resolved = ResolvedRun(workspace.run_config, section, folder, vlm, layout, partition)
+    named = workspace.named_plan
+    partition = partition_of(section, named, vlm.records, layout)
+    resolved = ResolvedRun(workspace.run_config, section, folder, vlm, layout, named, partition)
     check_run(resolved, partition)
     return resolved
 

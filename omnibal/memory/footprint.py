@@ -17,9 +17,9 @@ import numpy as np
 from omnibal.cluster import OVERHEAD_BYTES, Layout
 from omnibal.cost import CostModel, FloatArray, IntArray, Load
 from omnibal.errors import ConfigError
-from omnibal.pipeline.partition import Partition
+from omnibal.pipeline.partition import Partition, language_partition
 from omnibal.pipeline.schedule import Schedule, one_f_one_b
-from omnibal.pipeline.times import language_partition, share_of_step, split_profile
+from omnibal.pipeline.times import share_of_step, split_profile
 from omnibal.profile.records import ELEMENT_BYTES, LEVELS, LayerCost, Level, ModelProfile
 
 _FLOAT32 = 4

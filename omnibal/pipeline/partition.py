@@ -124,6 +124,17 @@ def cut_parts(
     return Partition((*first, *(border + boundary for boundary in behind[1:])))
 
 
+def language_partition(layers: Sequence[Layer], partition: Partition) -> Partition:
+    """The stages in layers of the LLM alone; the encoder's are counted with the first one."""
+    border, (first, *others) = encoder_layers(layers), partition.boundaries
+    if others[0] <= border:
+        raise ConfigError(
+            f"the first stage of the partition must end in the language model, which begins with layer {border}, where "
+            f"the encoder is spread, got an end before layer {others[0]}"
+        )
+    return Partition((first, *(boundary - border for boundary in others)))
+
+
 def balanced_boundaries(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """DeepSpeed's ``partition_balanced``: boundaries of ``num_stages`` stages with about equal sums of weights.
 

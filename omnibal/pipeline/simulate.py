@@ -14,14 +14,13 @@ from omnibal.cluster import Layout, Links
 from omnibal.cost import FloatArray, Load, finite_sizes
 from omnibal.errors import ConfigError
 from omnibal.pipeline.events import run_steps, run_table
-from omnibal.pipeline.partition import Partition, frozen_stages
+from omnibal.pipeline.partition import Partition, frozen_stages, language_partition
 from omnibal.pipeline.schedule import Operation, Schedule, Table, check_units, schedule_of
 from omnibal.pipeline.times import (
     IMAGES,
     EncoderWork,
     StepTimes,
     Unit,
-    language_partition,
     numbered,
     split_profile,
     stacked,

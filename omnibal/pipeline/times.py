@@ -20,8 +20,7 @@ import numpy as np
 from omnibal.cluster import Layout, Links, check_zero_stage
 from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.errors import ConfigError
-from omnibal.families.base import Layer, encoder_layers
-from omnibal.pipeline.partition import Partition
+from omnibal.families.base import encoder_layers
 from omnibal.profile.records import ModelProfile
 
 
@@ -163,17 +162,6 @@ def split_profile(profile: ModelProfile) -> tuple[ModelProfile, ModelProfile]:
         # that counts as trained, and has no gradient of its own, says so.
         language = (replace(language[0], trainable=True), *language[1:])
     return replace(profile, layers=encoder, frozen=None), replace(profile, layers=language, frozen=None)
-
-
-def language_partition(layers: Sequence[Layer], partition: Partition) -> Partition:
-    """The stages in layers of the LLM alone; the encoder's are counted with the first one."""
-    border, (first, *others) = encoder_layers(layers), partition.boundaries
-    if others[0] <= border:
-        raise ConfigError(
-            f"the first stage of the partition must end in the language model, which begins with layer {border}, where "
-            f"the encoder is spread, got an end before layer {others[0]}"
-        )
-    return Partition((first, *(boundary - border for boundary in others)))
 
 
 def share_of_step(load: Load, layout: Layout) -> Load:

@@ -18,10 +18,10 @@ from omnibal.cluster import Layout
 from omnibal.cost import FloatArray, Load
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.memory.footprint import Footprint, SpreadFootprint
-from omnibal.pipeline.partition import Partition, frozen_stages
+from omnibal.pipeline.partition import Partition, frozen_stages, language_partition
 from omnibal.pipeline.schedule import Operation, Schedule, Table
 from omnibal.pipeline.simulate import Simulation, StepSimulation
-from omnibal.pipeline.times import EncoderWork, language_partition, split_profile
+from omnibal.pipeline.times import EncoderWork, split_profile
 from omnibal.plan import Plan
 from omnibal.processes import reason_of
 from omnibal.profile.records import ModelProfile
