@@ -207,7 +207,7 @@ def _third_video(facts: VideoSizes, header: VideoHeader) -> VideoLoad:
     return load._replace(runs=(load.runs[0] // len(seconds),) * len(seconds), seconds=seconds)
 
 
-def layer_records(config: Config) -> tuple[LayerRecord, ...]:
+def qwen_records(config: Config) -> tuple[LayerRecord, ...]:
     """The pipeline layers, first to last; a vision unit is a patch.
 
     Blocks of Qwen2.5-VL whose attention stays within windows are of the kind ``window_block``; blocks of Qwen3-VL whose
@@ -329,7 +329,7 @@ CUTS = {
 SECOND = Family(
     model_types=("qwen2_vl", "qwen2_5_vl"),
     image_rule=image_rule,
-    layer_records=layer_records,
+    layer_records=qwen_records,
     layers="omnibal.vlm.qwen_vl:qwen_vl",
     video_rule=video_rule,
     video_processor="transformers.models.qwen2_vl.video_processing_qwen2_vl:Qwen2VLVideoProcessor",

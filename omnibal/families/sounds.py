@@ -117,7 +117,7 @@ def _omni_records(config: Config) -> tuple[LayerRecord, ...]:
     projector = LayerRecord("sound_projector", "sound_projector", _projector(sound, counts, hidden), module="sound")
     text: Mapping[str, Any] = {**config["text_config"], "tie_word_embeddings": False}
     sees = {**config, "model_type": "qwen2_5_vl", "text_config": text}
-    return (*tower, projector, *qwen_vl.layer_records(sees))
+    return (*tower, projector, *qwen_vl.qwen_records(sees))
 
 
 AUDIO = Family(

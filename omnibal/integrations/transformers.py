@@ -37,7 +37,6 @@ from omnibal.integrations.trainer.hooks import (
 )
 from omnibal.integrations.trainer.kernels import ChoosesKernels, refuse_compiling
 from omnibal.integrations.trainer.loss import StepLoss
-from omnibal.integrations.trainer.memory import gpu_name
 from omnibal.integrations.trainer.recompute import FillsMemory, LayerChoice, Recompute, may_fill
 from omnibal.integrations.trainer.settings import (
     Head,
@@ -46,9 +45,8 @@ from omnibal.integrations.trainer.settings import (
     model_of,
     refuse_settings,
     set_micro_batches,
-    why_all_rows,
 )
-from omnibal.integrations.trainer.steps import AskedSteps, counted_profile, describe, expected_gains
+from omnibal.integrations.trainer.steps import AskedSteps, describe, expected_gains
 from omnibal.packs.apart import longest_row, refuse_long_rows
 from omnibal.packs.collator import (
     FAMILIES,
@@ -62,7 +60,6 @@ from omnibal.packs.encoders import encode_in_every_evaluation
 from omnibal.packs.loading import PackedView, PackSampler
 from omnibal.packs.losses import Reduction
 from omnibal.profile.records import ModelProfile
-from omnibal.ranks import gather
 from omnibal.ranks.failures import watch
 
 __all__ = ["balance", "balance_stream", "compare", "rearrange"]
@@ -139,71 +136,51 @@ def balance(
         DataError: The dataset or its collator does not, or the lengths are not the dataset's.
         InfeasibleError: ``memory_gib`` does not suffice for the largest sample.
     """
-    if compile:
-        refuse_compiling(trainer, padded=padded)
-    settings = _begin(trainer, head)
     # Settings: what a step holds of which samples.
-    loss, mixture = StepLoss(trainer, loss_reduction, head), None if mixture is None else Mixture.of(mixture)
-    args, dataset, model = trainer.args, trainer.train_dataset, settings.model
+    settings = _begin(trainer, head)
+    if compile:
+        refuse_compiling(trainer.args, settings.sharding, padded=padded)
+    loss, mixture = StepLoss(trainer, settings, loss_reduction), None if mixture is None else Mixture.of(mixture)
     asked = asked_steps(trainer, settings.num_replicas, samples_per_step, limits, on_targets=settings.on_targets)
-    counted = _profile(trainer)
-    before = measured_before(trainer, counted)
-    profile = before or counted
-    asks = limits is None or (may_fill(settings, recompute) and counted is not None)
-    memory = settings.memory(counted, memory_gib) if asks else None
-    layers, notes = LayerChoice.of(trainer, settings, recompute, counted, profile, memory)
-    if layers is not None and memory is not None:  # limits are searched for layers that recompute all that they may
-        memory = replace(memory, recompute=layers.levels(None))
-
+    before = measured_before(trainer, settings)
+    profile = before or settings.counted
+    asks = limits is None or (may_fill(settings, recompute) and profile is not None)
+    memory = settings.memory(memory_gib) if asks else None
+    layers, notes = LayerChoice.of(trainer, settings, recompute, profile, memory)
     size_of = partial(
         _step_size, trainer=trainer, settings=settings, asked=asked, layers=layers, notes=notes, mixture=mixture,
         padded=padded, memory=memory, must_fit=memory_gib is not None,
     )  # fmt: skip
     # Lengths: given, kept, or measured now. Sampler: the same packs on all ranks, each of which takes its own.
     collate = trainer.data_collator
-    padding = partial(PaddedCollator, collate, arguments=arguments_of(model))
+    padding = partial(PaddedCollator, collate, arguments=arguments_of(settings.model))
     sampler, collator = prepare(
-        dataset,
-        padding if padded else partial(PackCollator.of, model, collate),
-        Path(str(args.output_dir)) / LENGTHS if lengths is None else lengths,
+        trainer.train_dataset,
+        padding if padded else partial(PackCollator.of, settings.model, collate),
+        Path(str(trainer.args.output_dir)) / LENGTHS if lengths is None else lengths,
         size_of,
         padded=padded,
         check_lengths=check_lengths,
         mixture=mixture,
-        saves=args.should_save,
-        num_workers=args.dataloader_num_workers,
+        saves=trainer.args.should_save,
+        num_workers=trainer.args.dataloader_num_workers,
         num_replicas=settings.num_replicas,
         rank=settings.rank,
         seed=settings.seed,
         image_in_every_pack=settings.all_gradients,
     )
     # Loader, and what is logged, checked and kept in checkpoints.
-    set_micro_batches(trainer, sampler.micro_batches)
-    vars(trainer)["get_train_dataloader"] = partial(_loader, trainer, dataset, sampler, collator)
-    held = None if layers is None else layers.chosen(sampler.lengths, sampler.limits)
-    levels = settings.recompute if layers is None else layers.levels(held)
-    costs, layout = None if profile is None else phase_costs(profile, recompute=levels), settings.sharding
-    check = partial(_check, trainer, dataset, sampler, collator)
-    packs = PacksCallback(trainer, sampler, costs, layout, check, levels)
-    add_recipe(trainer, packs)
+    packs = _read_packs(trainer, settings, sampler, collator, profile)
     if not padded:
-        trainer.add_callback(ChoosesKernels(trainer, compiles=compile, all_rows=why_all_rows(trainer, head)))
+        trainer.add_callback(ChoosesKernels(trainer, compiles=compile, all_rows=settings.all_rows))
     if layers is not None:
-        fills = FillsMemory(trainer, layers, held, packs)
+        fills = FillsMemory(trainer, layers, packs)
         trainer.add_callback(fills)
         notes.append(fills.told)
     # Loss: of all target tokens of a step.
     loss.install()
     # Line: what an epoch becomes, and what is expected; its promise is corrected by what the first steps take.
-    if trainer.is_world_process_zero():
-        device = None if counted is None else counted.device
-        with reporting("the line about packs"):
-            told = describe(sampler, costs, layout, asked, device=device, is_measured=before is not None)
-            print("\n         ".join([told, *notes]))
-    if counted is not None and language_of(model) is not None and not trainer.args.torch_compile:
-        promise = partial(expected_gains, sampler, layout=layout, asked_steps=asked)
-        source = "computed" if before is None else "by an earlier run"
-        trainer.add_callback(CalibratesCosts(trainer, counted, packs, promise, source))
+    _promise(trainer, settings, packs, asked, notes, is_measured=before is not None)
     return sampler
 
 
@@ -234,9 +211,9 @@ def balance_stream(
     Raises:
         ConfigError: The trainer's settings or its model do not allow packs of a stream.
     """
-    _begin(trainer)
-    loss = StepLoss(trainer, loss_reduction)
-    pack_stream(trainer, limits, _profile(trainer), None if mixture is None else Mixture.of(mixture), oversized)
+    settings = _begin(trainer)
+    loss = StepLoss(trainer, settings, loss_reduction)
+    pack_stream(trainer, settings, limits, None if mixture is None else Mixture.of(mixture), oversized)
     loss.install()
 
 
@@ -255,10 +232,10 @@ def rearrange(trainer: Trainer, limits: PackLimits | None = None, *, padded: boo
     Raises:
         ConfigError: The trainer's ranks, settings or model do not allow to rearrange.
     """
-    _begin(trainer)
-    if StepLoss(trainer, "token").routes:
+    settings = _begin(trainer)
+    if StepLoss(trainer, settings, "token").routes:
         raise ConfigError("output_router_logits must be False to rearrange samples, got True")
-    rearrange_samples(trainer, limits, padded=padded)
+    rearrange_samples(trainer, settings, limits, padded=padded)
 
 
 def compare(
@@ -332,6 +309,8 @@ def _step_size(
         limits.refuse_none(lengths)
         if not padded:
             refuse_long_rows(model, limits)
+    if layers is not None and memory is not None:  # limits are searched for layers that recompute all that they may
+        memory = replace(memory, recompute=layers.levels(None))
     row = None if padded else longest_row(model)
     fit = partial(
         fit_step,
@@ -362,11 +341,35 @@ def _step_size(
     return best
 
 
-def _profile(trainer: Trainer) -> ModelProfile | None:
-    found: ModelProfile | None = None
-    with reporting("counting of costs"):
-        found = counted_profile(model_of(trainer), gpu_name(trainer.args.device))
-    return found if all(gather(found is not None)) else None  # ranks with costs meet later
+def _read_packs(
+    trainer: Trainer, settings: TrainerSettings, sampler: PackSampler, collator: Any, profile: ModelProfile | None
+) -> PacksCallback:
+    """Let a trainer read a sampler's packs, tell how even they are, and go on from its checkpoints with the same."""
+    dataset = trainer.train_dataset
+    set_micro_batches(trainer, sampler.micro_batches)
+    vars(trainer)["get_train_dataloader"] = partial(_loader, trainer, dataset, sampler, collator)
+    check = partial(_check, trainer, dataset, sampler, collator)
+    costs = None if profile is None else phase_costs(profile, recompute=settings.recompute)
+    packs = PacksCallback(trainer, sampler, costs, settings.sharding, check, settings.recompute)
+    add_recipe(trainer, packs)
+    return packs
+
+
+def _promise(
+    trainer: Trainer, settings: TrainerSettings, packs: PacksCallback, asked: AskedSteps, notes: list[str],
+    *, is_measured: bool,
+) -> None:  # fmt: skip
+    """Say what an epoch becomes and what is expected of it; the first steps measure that, and correct it."""
+    counted, sampler = settings.counted, packs.sampler
+    if trainer.is_world_process_zero():
+        device = None if counted is None else counted.device
+        with reporting("the line about packs"):
+            told = describe(sampler, packs.costs, settings.sharding, asked, device=device, is_measured=is_measured)
+            print("\n         ".join([told, *notes]))
+    if counted is not None and language_of(settings.model) is not None and not trainer.args.torch_compile:
+        promise = partial(expected_gains, sampler, layout=settings.sharding, asked_steps=asked)
+        source = "by an earlier run" if is_measured else "computed"
+        trainer.add_callback(CalibratesCosts(trainer, counted, packs, promise, source))
 
 
 def _loader(trainer: Trainer, dataset: Any, sampler: PackSampler, collator: Any) -> PackLoader:

@@ -12,7 +12,7 @@ from omnibal.errors import ConfigError
 from omnibal.families.base import ADAPTER_SIZES, LayerRecord, check_frozen
 from omnibal.families.parts import check_degree, units_of
 from omnibal.profile.records import ELEMENT_BYTES, LayerCost, ModelProfile, degree_of, degrees_of
-from omnibal.profile.work import ATTENTION_SLOWER, WORK, Work, carried
+from omnibal.profile.work import ATTENTION_SLOWER, WORK, Work
 
 COUNTED_DEVICE: Final = "A100-80GB"
 """For which costs are counted where the device at hand is not known."""
@@ -224,7 +224,7 @@ def _layer_cost(record: LayerRecord, work: Work, before: Work | None, rates: _Ra
         pending_bytes=element * (work.pending + (2 * ranks + dropped) * work.rows) + whole_element * work.whole_pending
         if waits
         else CostModel(),
-        output_bytes=rates.element_bytes * (work.output + carried(record.sizes))
+        output_bytes=rates.element_bytes * (work.output + _carried(record.sizes))
         + CostModel(llm_tokens=record.token_bytes),
         saved_bytes={"none": kept, "full": kept_recomputed},
         recompute_seconds=recompute,
@@ -247,3 +247,10 @@ def _trained_shares(record: LayerRecord, trained: int) -> tuple[float, float]:
     of_adapters = min(trained, adapters)
     own = record.sizes["parameters"] - adapters
     return (trained - of_adapters) / max(own, 1), of_adapters / max(adapters, 1)
+
+
+def _carried(sizes: Mapping[str, int]) -> CostModel:
+    """Elements that a layer hands on for layers far behind it, beside its own output: of each token of an image."""
+    if not sizes.get("carried"):
+        return CostModel()
+    return CostModel(vision_units=sizes["carried"] * sizes["carried_hidden"] / sizes["units_per_token"])

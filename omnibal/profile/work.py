@@ -253,13 +253,6 @@ def _heard(count: Callable[[Mapping[str, int]], Work]) -> Callable[[Mapping[str,
     return work
 
 
-def carried(sizes: Mapping[str, int]) -> CostModel:
-    """Elements that a layer hands on for layers far behind it, beside its own output."""
-    if not sizes.get("carried"):
-        return CostModel()
-    return CostModel(vision_units=sizes["carried"] * sizes["carried_hidden"] * _image_tokens(sizes))
-
-
 WORK: Mapping[str, Callable[[Mapping[str, int]], Work]] = {
     "patch_embedding": _patch_embedding,
     "vision_block": _vision_block,

@@ -41,7 +41,6 @@ from omnibal.integrations.trainer.settings import (
     refuse_settings,
     why_all_rows,
 )
-from omnibal.integrations.trainer.steps import counted_profile
 from omnibal.integrations.transformers import balance, rearrange
 from omnibal.packs.losses import loss_per_target
 from omnibal.processes import ENDS
@@ -747,12 +746,12 @@ def test_unknown_reductions_and_memory_of_uncounted_models_are_refused(tmp_path)
 @pytest.mark.parametrize("options", [{}, COMPILED])
 def test_memory_has_the_logits_that_the_head_makes(options, tmp_path):
     trainer = trainer_of("internvl", tmp_path, **options)
-    profile = counted_profile(trainer.model, None)
     vars(trainer)["compute_loss"] = lambda model, inputs: "forward" in vars(model.lm_head)
-    loss = StepLoss(trainer, "token")
+    settings = TrainerSettings.of(trainer)
+    loss = StepLoss(trainer, settings, "token")
     loss._weights.append(torch.ones(1, 1))
     has_changed_head = loss.compute(trainer.model, {"labels": torch.zeros(1, 2)})
-    assert TrainerSettings.of(trainer).memory(profile, 8.0).target_rows == has_changed_head == (not options)
+    assert settings.memory(8.0).target_rows == has_changed_head == (not options)
 
 
 @pytest.mark.parametrize("head", ["targets", "all"])

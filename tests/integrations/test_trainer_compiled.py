@@ -70,7 +70,7 @@ def test_what_cannot_be_compiled_block_by_block_is_refused(case, options, match,
 
 
 def test_zero_3_leaves_nothing_to_compile(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernels, "sharding_of", lambda trainer: "zero3")
+    monkeypatch.setattr("omnibal.integrations.trainer.settings.sharding_of", lambda trainer: "zero3")
     with pytest.raises(ConfigError, match="ZeRO 3 must be left out beside compile=True; its hooks"):
         balance(trainer_of("internvl", tmp_path), LIMITS["internvl"], compile=True)
 

@@ -204,7 +204,7 @@ ASKED = {"per_device_train_batch_size": 11, "gradient_accumulation_steps": 1}
 
 def peaks_of(trainer, sampler, memory=None):
     """Predicted bytes of each pack of an epoch, fillers included."""
-    memory = memory or TrainerSettings.of(trainer).memory(counted_profile(trainer.model, None), 8.0)
+    memory = memory or TrainerSettings.of(trainer).memory(8.0)
     lengths, peaks = sampler.lengths, []
     for pack in (pack for step in range(sampler.num_steps) for pack in sampler.packs_of_all_ranks(step)):
         own = lengths.take(np.array([*pack, *pack.fillers], dtype=int))
@@ -223,7 +223,7 @@ def test_packs_fit_the_device_without_a_word(seed, tmp_path, monkeypatch):
     trainer = trainer_of("internvl", tmp_path, **ASKED)
     given = {"lengths": given_lengths(seed, len(trainer.train_dataset)), "check_lengths": False}
     plain = balance(trainer, memory_gib=float("inf"), **given)
-    memory = TrainerSettings.of(trainer).memory(counted_profile(trainer.model, None), 8.0)
+    memory = TrainerSettings.of(trainer).memory(8.0)
     largest = float(memory.peak_bytes(largest_load(plain.lengths, plain.limits)))
     room = 0.7 * largest + 0.3 * memory.state_bytes
     pretend(monkeypatch, room / GIB)
@@ -255,7 +255,7 @@ def check_unlike_devices(folder, layout):
     trainer = made(case)
     options = {"lengths": given_lengths(0, len(trainer.train_dataset)), "check_lengths": False}
     plain = balance(trainer, memory_gib=float("inf"), **options)
-    memory = TrainerSettings.of(trainer).memory(counted_profile(trainer.model, None), 8.0)
+    memory = TrainerSettings.of(trainer).memory(8.0)
     largest = float(memory.peak_bytes(largest_load(plain.lengths, plain.limits)))
     room = 0.7 * largest + 0.3 * memory.state_bytes
     own = room + 2 * GIB + (trainer.args.process_index == 0) * 10 * GIB

@@ -16,7 +16,7 @@ from omnibal.cost import Load
 from omnibal.errors import ConfigError, reporting, said
 from omnibal.families.base import encoder_layers
 from omnibal.integrations.trainer.hooks import PacksCallback
-from omnibal.integrations.trainer.settings import data_rank_of
+from omnibal.integrations.trainer.settings import TrainerSettings, data_rank_of
 from omnibal.integrations.trainer.steps import Gains
 from omnibal.packs.collator import language_of
 from omnibal.profile.calibration import MOST_PASSES, PARTS, STEPS, WARM_UP, Calibration, TimedPass, calibrate, sizes_of
@@ -28,15 +28,15 @@ FILE: Final = "omnibal_calibration.json"  # in a trainer's output_dir
 _DOING: Final = "calibration of counted costs"
 
 
-def measured_before(trainer: Trainer, counted: ModelProfile | None) -> ModelProfile | None:
+def measured_before(trainer: Trainer, settings: TrainerSettings) -> ModelProfile | None:
     """Costs that an earlier run left in ``output_dir``, read by rank 0 for all; None if none fit model and device."""
     path, found = Path(str(trainer.args.output_dir)) / FILE, None
-    if trainer.is_world_process_zero() and counted is not None and path.is_file():
+    if trainer.is_world_process_zero() and settings.counted is not None and path.is_file():
         try:
             calibration = Calibration.load(path)
-            if calibration.device != device_name(trainer.args.device):
-                raise ConfigError(f"device must be {calibration.device}, got {device_name(trainer.args.device)}")
-            found = calibration.apply(counted)
+            if calibration.device != settings.device_name:
+                raise ConfigError(f"device must be {calibration.device}, got {settings.device_name}")
+            found = calibration.apply(settings.counted)
         except Exception as error:  # a run needs none of it
             print(f"omnibal: {path} is left alone: {said(error)}")
     return gather(found)[0]

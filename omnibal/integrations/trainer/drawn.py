@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerState
 from transformers.trainer_utils import has_length
 
-from omnibal.advise.wait import MEETINGS, CostByPhase, phase_costs
+from omnibal.advise.wait import MEETINGS, phase_costs
 from omnibal.cost import Load
 from omnibal.data.epoch import Step
 from omnibal.data.limits import PackLimits
@@ -32,20 +32,11 @@ from omnibal.integrations.rearranging import Drawn, Phases
 from omnibal.integrations.rearranging_loader import BEGINNING, RearrangingLoader, counted_costs
 from omnibal.integrations.streams import PackedStream
 from omnibal.integrations.trainer.hooks import PacksCallback, RecipeCallback, add_recipe, check_model, worker_options
-from omnibal.integrations.trainer.settings import (
-    batch_size_of,
-    data_rank_of,
-    data_seed,
-    keeps_sft_loss,
-    model_of,
-    recompute_of,
-    sharding_of,
-)
+from omnibal.integrations.trainer.settings import TrainerSettings, batch_size_of, model_of
 from omnibal.packs.apart import refuse_long_rows
 from omnibal.packs.collator import PackCollator, RowCollator, without_adapters
 from omnibal.packs.encoders import EncoderAdapter, encoders_of
 from omnibal.packs.proof import two_texts
-from omnibal.profile.records import ModelProfile
 from omnibal.ranks import gather, rank_and_size, run_on_all_ranks
 from omnibal.vlm.weights import check_data, load_data
 
@@ -128,8 +119,8 @@ class DatasetDraws:
 
 def pack_stream(
     trainer: Trainer,
+    settings: TrainerSettings,
     limits: PackLimits | None,
-    profile: ModelProfile | None,
     mixture: Mixture | None,
     oversized: Oversized = "alone",
 ) -> None:
@@ -141,56 +132,56 @@ def pack_stream(
         raise ConfigError(f"max_steps must be positive to train on a stream, got {args.max_steps}; it has no epochs")
     if trainer.get_tp_size() != 1:
         raise ConfigError(f"tensor-parallel ranks must be 1 to train on a stream, got {trainer.get_tp_size()}")
-    settings = StreamSettings(
+    of_stream = StreamSettings(
         limits=limits,
         micro_batches=args.gradient_accumulation_steps,
         buffer=buffer_of(args.gradient_accumulation_steps),
         mixture=mixture,
-        seed=data_seed(trainer),
+        seed=settings.seed,
         oversized=oversized,
     )
-    loader = PackedStream(
-        _sources(trainer, mixture), trainer.data_collator, settings, model=model_of(trainer), weigh_tokens=False
-    )
-    costs = None if profile is None else phase_costs(profile, recompute=recompute_of(trainer))
-    add_recipe(trainer, StreamCallback(trainer, loader, costs))
+    sources = _sources(trainer, settings, mixture)
+    loader = PackedStream(sources, trainer.data_collator, of_stream, model=settings.model, weigh_tokens=False)
+    add_recipe(trainer, StreamCallback(trainer, settings, loader))
     DrawnBatches(loader, trainer).install(pin_memory=args.dataloader_pin_memory)
     if trainer.is_world_process_zero():
         print(
             f"omnibal: {'a stream' if mixture is None else 'streams'} in packs of at most {limits.in_words}, "
-            f"{settings.buffer} samples of each rank planned at a time"
+            f"{of_stream.buffer} samples of each rank planned at a time"
         )
 
 
-def _sources(trainer: Trainer, mixture: Mixture | None) -> dict[str, Any]:
+def _sources(trainer: Trainer, settings: TrainerSettings, mixture: Mixture | None) -> dict[str, Any]:
     """This rank's part of each stream, by name; ``SampleBuffer`` divides what is read by index."""
-    args, dataset, (rank, num_ranks) = trainer.args, trainer.train_dataset, data_rank_of(trainer)
+    dataset, options = trainer.train_dataset, worker_options(trainer.args)
     if mixture is not None and not isinstance(dataset, Mapping):
         found = type(dataset).__name__
         raise ConfigError(f"train_dataset must be streams by name, as the mixture calls them, got {found}")
     named = dataset if isinstance(dataset, Mapping) else {"train_dataset": dataset}
     return {
-        name: items if is_indexed(items) else Stream(items, None, rank, num_ranks, worker_options(args))
+        name: items if is_indexed(items) else Stream(items, None, settings.rank, settings.num_replicas, options)
         for name, items in named.items()
     }
 
 
-def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bool = False) -> None:
+def rearrange_samples(
+    trainer: Trainer, settings: TrainerSettings, limits: PackLimits | None, *, padded: bool = False
+) -> None:
     """Let a trainer, whose settings allow packs, rearrange samples over its ranks."""
-    rank, num_ranks = data_rank_of(trainer)
+    rank, num_ranks, args = settings.rank, settings.num_replicas, trainer.args
     dataset: Any = trainer.train_dataset
-    settings = {
-        "trainer": (not keeps_sft_loss(trainer), "a Trainer with its own loss", type(trainer).__name__),
+    expectations = {
+        "trainer": (not settings.keeps_sft_loss, "a Trainer with its own loss", type(trainer).__name__),
         "train_dataset": (not isinstance(dataset, Mapping | None), "a dataset or stream", type(dataset).__name__),
         "world_size": (num_ranks > 1, "above 1", num_ranks),
-        "ranks that get one draw": (num_ranks == trainer.args.world_size, "1", trainer.args.world_size // num_ranks),
-        "torch_compile": (not trainer.args.torch_compile, "False", True),
+        "ranks that get one draw": (num_ranks == args.world_size, "1", args.world_size // num_ranks),
+        "torch_compile": (not args.torch_compile, "False", True),
         "model_init": (trainer.model_init is None, "None", "one"),  # it would make a model with a forward of its own
     }
-    for name, (holds, expected, value) in settings.items():
+    for name, (holds, expected, value) in expectations.items():
         if not holds:
             raise ConfigError(f"{name} must be {expected} to rearrange samples, got {value}")
-    model = without_adapters(model_of(trainer))
+    model = without_adapters(settings.model)
     if not padded:
         refuse_long_rows(model, limits)
     collator = (RowCollator if padded else PackCollator).of(model, trainer.data_collator)
@@ -198,19 +189,19 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
     _rearrange_forward(model, encoders)
     costs = counted_costs(
         model,
-        device=trainer.args.device,
+        device=settings.device,
         limits=limits,
-        recompute=recompute_of(trainer),
-        phases_meet=MEETINGS[sharding_of(trainer)] == "phase",
+        recompute=settings.recompute,
+        phases_meet=MEETINGS[settings.sharding] == "phase",
         num_positions=collator.num_positions,
     )
-    size, options = batch_size_of(trainer, num_ranks), worker_options(trainer.args)
+    size, options = batch_size_of(trainer, num_ranks), worker_options(args)
     source: DatasetDraws | Stream = Stream(dataset, size, rank, num_ranks, options)
     made_from: dict[str, Any] = {"samples": None}  # the order of a stream is its own
     if is_indexed(dataset):
-        source = DatasetDraws(dataset, size, rank, num_ranks, data_seed(trainer), options)
-        made_from = {"samples": len(dataset), "seed": data_seed(trainer)}
-    micro_batches = trainer.args.gradient_accumulation_steps
+        source = DatasetDraws(dataset, size, rank, num_ranks, settings.seed, options)
+        made_from = {"samples": len(dataset), "seed": settings.seed}
+    micro_batches = args.gradient_accumulation_steps
     loader = RearrangingLoader(source, collator, encoders=encoders, costs=costs, micro_batches=micro_batches)
     batches = RearrangedBatches(loader, source, trainer)
     trainer.loss_is_scaled_for_ga = True  # over all target tokens of the step
@@ -331,10 +322,11 @@ class RearrangedBatches(DrawnBatches):
 class StreamCallback(PacksCallback):
     """Goes on with the same packs only, and tells how even steps were."""
 
-    def __init__(self, trainer: Trainer, loader: PackedStream, costs: CostByPhase | None) -> None:
-        texts = two_texts(model_of(trainer).config)
+    def __init__(self, trainer: Trainer, settings: TrainerSettings, loader: PackedStream) -> None:
+        counted, texts = settings.counted, two_texts(settings.model.config)
+        costs = None if counted is None else phase_costs(counted, recompute=settings.recompute)
         feed: Any = loader  # of the sampler, its numbers of ranks and of micro-batches are asked
-        super().__init__(trainer, feed, costs, sharding_of(trainer), lambda: check_model(trainer, *texts))
+        super().__init__(trainer, feed, costs, settings.sharding, lambda: check_model(trainer, *texts))
         self._loader = loader
 
     def made_from(self) -> dict[str, Any]:

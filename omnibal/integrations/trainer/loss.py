@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterator
 from itertools import zip_longest
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from omnibal.errors import ConfigError
 from omnibal.formats.collate import IGNORED
-from omnibal.integrations.trainer.settings import Head, keeps_sft_loss, model_of, why_all_rows
+from omnibal.integrations.trainer.settings import TrainerSettings
 from omnibal.packs.collator import vary_lengths, without_adapters
 from omnibal.packs.losses import (
     POWERS,
@@ -36,15 +36,13 @@ class StepLoss:
     the whole step: the first backward pass would wait for the last forward pass.
     """
 
-    def __init__(self, trainer: Any, reduction: Reduction, head: Head = "targets") -> None:
+    def __init__(self, trainer: Any, settings: TrainerSettings, reduction: Reduction) -> None:
         if reduction not in POWERS:
             raise ConfigError(f"loss_reduction must be one of {', '.join(POWERS)}, got {reduction!r}")
-        if head not in get_args(Head):
-            raise ConfigError(f"head must be one of {', '.join(get_args(Head))}, got {head!r}")
-        config = model_of(trainer).config
+        config = settings.model.config
         text = config.get_text_config()
         self.routes = bool(getattr(text, "output_router_logits", False))
-        self._keeps_loss = keeps_sft_loss(trainer)
+        self._keeps_loss = settings.keeps_sft_loss
         if self._keeps_loss and (self.routes or reduction != "token"):
             name, found = ("loss_reduction", reduction) if reduction != "token" else ("output_router_logits", True)
             expected = "'token'" if reduction != "token" else "False (router_aux_loss_coef=0)"
@@ -56,7 +54,7 @@ class StepLoss:
                     f"{config.model_type!r}; nobody has shown that its router's loss is the one of Switch Transformers"
                 )
             self._top_k, self._factor = text.num_experts_per_tok, text.router_aux_loss_coef
-        self._trainer, self._reduction, self._rows = trainer, reduction, head
+        self._trainer, self._settings, self._reduction = trainer, settings, reduction
         self._draw, self._compute = trainer.get_batch_samples, trainer.compute_loss
         # Filled by draw, a tensor for each micro-batch of the step, and emptied by the loss in the same order.
         self._weights, self._routed = deque[Tensor](), deque[Tensor]()
@@ -87,9 +85,9 @@ class StepLoss:
                 return self._compute(model, inputs, *others, **options)
             finally:
                 self._trainer.compute_loss_func = self
-        if why_all_rows(self._trainer, self._rows) is not None:
+        if not self._settings.on_targets:
             return self._compute(model, inputs, *others, **options)
-        base = without_adapters(model_of(self._trainer))
+        base = without_adapters(self._settings.model)
         weights = None if self._reduction == "token" else functional.pad(self._weights[0], (0, 1))
         targets = functional.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED), weights
         # Outside of the block the model is what it was: to be copied, saved, evaluated or given to another trainer.

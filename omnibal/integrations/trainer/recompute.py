@@ -101,12 +101,11 @@ class LayerChoice:
         trainer: Trainer,
         settings: TrainerSettings,
         recompute: Recompute,
-        counted: ModelProfile | None,
         costs: ModelProfile | None,
         memory: RankMemory | None,
     ) -> tuple["LayerChoice | None", list[str]]:
         """What may be chosen, or None; and why recomputation stays as it is, where that is to be said."""
-        words = recompute if isinstance(recompute, Mapping) else dict[str, Word]()
+        counted, words = settings.counted, recompute if isinstance(recompute, Mapping) else dict[str, Word]()
         if not may_fill(settings, recompute):
             return None, []
         flagged = {} if counted is None else flagged_layers(settings.model, counted)
@@ -266,9 +265,11 @@ class FillsMemory(TrainerCallback):  # type: ignore[misc]
     Results do not depend on the choice, so that a run may go on with another one.
     """
 
-    def __init__(self, trainer: Trainer, choice: LayerChoice, memory: RankMemory | None, packs: PacksCallback) -> None:
-        self._trainer, self._choice, self._memory, self._packs = trainer, choice, memory, packs
+    def __init__(self, trainer: Trainer, choice: LayerChoice, packs: PacksCallback) -> None:
+        self._trainer, self._choice, self._packs = trainer, choice, packs
         self._lengths, self._limits = packs.sampler.lengths, packs.sampler.limits
+        self._memory = choice.chosen(self._lengths, self._limits)
+        self._tell_packs()
         self._steps, self._spare = 0, 0.0
         train = trainer.train
 
@@ -359,6 +360,9 @@ class FillsMemory(TrainerCallback):  # type: ignore[misc]
 
     def _use(self) -> None:
         self._choice.apply(self._memory, model_of(self._trainer))
+        self._tell_packs()
+
+    def _tell_packs(self) -> None:
         self._packs.recompute = self.levels
         self._packs.costs = phase_costs(self._choice.costs, recompute=self.levels)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from copy import copy
 from importlib.metadata import version
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
 from packaging.version import Version
 
@@ -18,11 +18,12 @@ from omnibal.cluster import OVERHEAD_BYTES, Cluster
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.device import Device
-from omnibal.errors import ConfigError, integer
+from omnibal.errors import ConfigError, integer, reporting
 from omnibal.integrations.trainer.memory import GIB, HeldBytes, device_gib
 from omnibal.integrations.trainer.steps import AskedSteps, counted_profile, module_of
 from omnibal.packs.collator import FAMILIES
 from omnibal.profile.records import Level, ModelProfile
+from omnibal.ranks import gather
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -262,17 +263,29 @@ class TrainerSettings(NamedTuple):
     num_devices: int
     seed: int
     recompute: Level
-    on_targets: bool
-    """Whether the head works on target rows alone."""
+    all_rows: str | None
+    """Why the head works on all rows; None where it works on target rows alone."""
+    keeps_sft_loss: bool
     is_ddp: bool
     all_gradients: bool
     """Whether the host cannot do without the ViT's gradients, even where no rank has an image."""
     held: HeldBytes
     device: Any  # torch's
+    device_name: str
+    """As torch calls a GPU; of a CPU its kind and threads."""
+    counted: ModelProfile | None
+    """What layers cost, counted for the device; None on all ranks where one cannot count."""
 
     @classmethod
     def of(cls, trainer: "Trainer", head: Head = "targets") -> "TrainerSettings":
-        """The settings of a trainer that ``refuse_settings`` lets pass."""
+        """The settings of a trainer that ``refuse_settings`` lets pass; all ranks together."""
+        if head not in get_args(Head):
+            raise ConfigError(f"head must be one of {', '.join(get_args(Head))}, got {head!r}")
+        from omnibal.vlm.passes import device_name
+
+        model, name, counted = model_of(trainer), device_name(trainer.args.device), None
+        with reporting("counting of costs"):
+            counted = counted_profile(model, name)
         sharding, is_deepspeed = sharding_of(trainer), trainer.is_deepspeed_enabled
         ddp = trainer.accelerator.ddp_handler
         # DDP waits for the gradients of all parameters, unless it looks for unused ones in every step: it does not
@@ -280,25 +293,33 @@ class TrainerSettings(NamedTuple):
         # gradients bucket by bucket, and ZeRO 3 gathers weights in the order of the steps before.
         all_gradients = is_deepspeed or ddp.static_graph or not ddp.find_unused_parameters
         return cls(
-            model_of(trainer),
+            model,
             sharding,
             *data_rank_of(trainer),
             trainer.args.world_size,
             data_seed(trainer),
             recompute_of(trainer),
-            why_all_rows(trainer, head) is None,
+            why_all_rows(trainer, head),
+            keeps_sft_loss(trainer),
             is_ddp=sharding == "ddp" and not is_deepspeed,
             all_gradients=bool(all_gradients),
-            held=HeldBytes.of(trainer, model_of(trainer), sharding),
+            held=HeldBytes.of(trainer, model, sharding),
             device=trainer.args.device,
+            device_name=name,
+            counted=counted if all(gather(counted is not None)) else None,
         )
 
-    def memory(self, profile: ModelProfile | None, memory_gib: float | None) -> RankMemory | None:
+    @property
+    def on_targets(self) -> bool:
+        return self.all_rows is None
+
+    def memory(self, memory_gib: float | None) -> RankMemory | None:
         """What ranks hold, where they have so much memory each: by default what is counted of their devices.
 
         All ranks together. None where memory is not asked: ``memory_gib`` is infinite, or by default on a CPU, for a
         model whose layers are not counted, and where ranks share each tensor.
         """
+        profile = self.counted
         if memory_gib is None and profile is not None and self.num_replicas == self.num_devices:
             memory_gib = device_gib(self.device)
         if memory_gib is None or memory_gib == float("inf"):

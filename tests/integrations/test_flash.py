@@ -5,8 +5,8 @@ import torch
 from torch.nn import attention
 from transformers import InternVLConfig, Qwen2VLConfig
 
-from omnibal.vlm import flash
-from omnibal.vlm.flash import Heads, heads_of, use_newer
+from omnibal.integrations.trainer import kernels
+from omnibal.integrations.trainer.kernels import Heads, heads_of, use_newer
 
 CUDA = torch.device("cuda")
 HEADS = [Heads(4, 2, 16)]
@@ -27,8 +27,8 @@ def machine(monkeypatch):
             return [torch.tensor(value)]
 
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
-        monkeypatch.setattr(flash, "find_spec", lambda name: name in modules or None)
-        monkeypatch.setattr(flash, "_computed", computed)
+        monkeypatch.setattr(kernels, "find_spec", lambda name: name in modules or None)
+        monkeypatch.setattr(kernels, "_computed", computed)
         monkeypatch.setattr(attention, "activate_flash_attention_impl", active.append)
         monkeypatch.setattr(attention, "restore_flash_attention_impl", lambda _raise_warn: active.clear())
         monkeypatch.setattr(attention, "current_flash_attention_impl", lambda: active[-1] if active else None)
