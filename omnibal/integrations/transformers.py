@@ -60,6 +60,7 @@ from omnibal.packs.encoders import encode_in_every_evaluation
 from omnibal.packs.loading import PackedView, PackSampler
 from omnibal.packs.losses import Reduction
 from omnibal.profile.records import ModelProfile
+from omnibal.ranks import rank_and_size
 from omnibal.ranks.failures import watch
 
 __all__ = ["balance", "balance_stream", "compare", "rearrange"]
@@ -148,8 +149,8 @@ def balance(
     memory = settings.memory(memory_gib) if asks else None
     layers, notes = LayerChoice.of(trainer, settings, recompute, profile, memory)
     size_of = partial(
-        _step_size, trainer=trainer, settings=settings, asked=asked, layers=layers, notes=notes, mixture=mixture,
-        padded=padded, memory=memory, must_fit=memory_gib is not None,
+        _step_size, settings=settings, asked=asked, layers=layers, notes=notes, mixture=mixture, padded=padded,
+        memory=memory, must_fit=memory_gib is not None,
     )  # fmt: skip
     # Lengths: given, kept, or measured now. Sampler: the same packs on all ranks, each of which takes its own.
     collate = trainer.data_collator
@@ -292,7 +293,6 @@ def _begin(trainer: Trainer, head: Head = "targets") -> TrainerSettings:
 def _step_size(
     lengths: SampleLengths,
     *,
-    trainer: Trainer,
     settings: TrainerSettings,
     asked: AskedSteps,
     layers: LayerChoice | None,
@@ -329,7 +329,7 @@ def _step_size(
         if must_fit:
             raise
         # Nobody named a limit, and counted peaks may be too high: what runs today must not end here.
-        if trainer.is_world_process_zero():
+        if rank_and_size()[0] == 0:
             told = "packs stay as large as your batches and may not fit (memory_gib= sets what may be used)"
             print(f"omnibal: {error}; {told}")
         return fit(batch_size=asked.batch_size)

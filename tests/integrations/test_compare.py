@@ -11,10 +11,8 @@ from transformers import EarlyStoppingCallback, Trainer
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import InfeasibleError
 from omnibal.integrations.trainer import compare as comparing
-from omnibal.integrations.trainer import spread as spreading
 from omnibal.integrations.trainer.clock import WARM_UP, Kernel, MeasuredWay, Timed, busy_seconds
-from omnibal.integrations.trainer.compare import WAYS
-from omnibal.integrations.trainer.spread import spread, spread_batches, spread_packs
+from omnibal.integrations.trainer.compare import WAYS, spread, spread_batches, spread_packs
 from omnibal.integrations.transformers import balance, compare
 from omnibal.ranks import gather
 from omnibal.report.compare import draw, table_of
@@ -153,13 +151,13 @@ def test_steps_of_packs_are_spread_behind_the_fullest(tmp_path):
 def test_fullest_batches_come_first_on_all_ranks():
     units, tokens = [0, 0, 1, 3, 0, 0, 1, 1], [99, 5, 7, 6, 99, 8, 70, 9]
     lengths, epoch = SampleLengths(units, tokens), torch.arange(8).numpy()
-    order = spreading._ordered(epoch, lengths, (1, 2, 2), 3)
+    order = comparing._ordered(epoch, lengths, (1, 2, 2), 3)
     # The fullest with an image, that with most images, and the first one again; two steps of four samples by turns.
     assert order == [6, 7, 6, 7, 2, 3, 2, 3, 6, 7, 6, 7, *range(8), *range(4)]
     # One rank has them behind another micro-batch.
-    order = spreading._ordered(epoch, lengths, (2, 1, 2), 2)
+    order = comparing._ordered(epoch, lengths, (2, 1, 2), 2)
     assert order == [0, 1, 6, 7, 4, 5, 2, 3, 0, 1, 6, 7, *range(8)]
-    assert spreading._ordered(epoch, lengths, (3, 2, 2), 3) == []
+    assert comparing._ordered(epoch, lengths, (3, 2, 2), 3) == []
 
 
 def test_ranks_are_put_together():

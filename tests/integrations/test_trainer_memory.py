@@ -322,7 +322,7 @@ def check_held_by_deepspeed(folder, layout):
         balance(trainer, LIMITS["internvl"])
         looks = Looks(trainer)
         trainer.add_callback(looks)
-        memory = TrainerSettings.of(trainer).memory(counted_profile(trainer.model, None), 8.0)
+        memory = TrainerSettings.of(trainer).memory(8.0)
         trainer.train()
         ranks, optimizer = trainer.args.world_size, looks.optimizer.keys() - looks.weights.keys()
         sizes = [getattr(weight, "ds_numel", weight.numel()) for weight in trainer.model.parameters()]

@@ -353,7 +353,7 @@ def test_what_cannot_be_freed_is_left_alone_and_said(tmp_path, capsys):
     wraps = SimpleNamespace(
         is_fsdp_enabled=True, accelerator=SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
     )
-    found = LayerChoice.of(wraps, SimpleNamespace(recompute="full", model=None), "fill", None, None, None)
+    found = LayerChoice.of(wraps, SimpleNamespace(recompute="full", model=None, counted=None), "fill", None, None)
     assert found == (None, ["recomputation stays as it is: FSDP's own activation_checkpointing wraps layers"])
 
 

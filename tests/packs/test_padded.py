@@ -49,7 +49,7 @@ def test_all_ranks_together_have_every_sample_once():
 def test_loads_count_padding():
     sampler = PaddedSampler(LENGTHS, LIMITS, rank=0, **RANKS)
     packs, load = sampler.packs_of_step(3), sampler.load(3)
-    assert load.shape == (4, 2)
+    assert (load.shape, sampler.limits) == ((4, 2), LIMITS)
     assert load.llm_tokens.ravel().tolist() == padded_tokens(packs)
     assert load.vision_units.ravel().tolist() == packs.vision_units(LENGTHS).tolist()
     squares = [len(pack) * int(LENGTHS.llm_tokens[pack].max()) ** 2 for pack in packs]

@@ -9,7 +9,7 @@ import pytest
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.integrations.trainer.clock import LEAST_TIMED, Kernel
-from omnibal.integrations.trainer.spread import spread
+from omnibal.integrations.trainer.compare import spread
 from tools.dropin.ways import Task, by_tokens
 from tools.gpu import ladder, promises
 from tools.gpu.cells import rows_of

@@ -23,9 +23,8 @@ from omnibal.data.packs import Packs
 from omnibal.data.step_size import fit_step
 from omnibal.integrations.trainer import compare
 from omnibal.integrations.trainer.clock import MeasuredWay
-from omnibal.integrations.trainer.compare import PLAIN, measure
+from omnibal.integrations.trainer.compare import GROUPED, PLAIN, measure, spread
 from omnibal.integrations.trainer.memory import FULL
-from omnibal.integrations.trainer.spread import GROUPED, spread
 from omnibal.integrations.trainer.steps import module_of
 from omnibal.integrations.transformers import balance
 from omnibal.packs.collator import without_adapters

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from omnibal.errors import ConfigError
 from omnibal.formats.collate import IGNORED
-from omnibal.integrations.trainer.settings import TrainerSettings
+from omnibal.integrations.trainer.settings import TrainerSettings, model_of
 from omnibal.packs.collator import vary_lengths, without_adapters
 from omnibal.packs.losses import (
     POWERS,
@@ -87,7 +87,7 @@ class StepLoss:
                 self._trainer.compute_loss_func = self
         if not self._settings.on_targets:
             return self._compute(model, inputs, *others, **options)
-        base = without_adapters(self._settings.model)
+        base = without_adapters(model_of(self._trainer))  # a search of hyperparameters makes new models
         weights = None if self._reduction == "token" else functional.pad(self._weights[0], (0, 1))
         targets = functional.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED), weights
         # Outside of the block the model is what it was: to be copied, saved, evaluated or given to another trainer.

@@ -281,7 +281,7 @@ class TrainerSettings(NamedTuple):
         """The settings of a trainer that ``refuse_settings`` lets pass; all ranks together."""
         if head not in get_args(Head):
             raise ConfigError(f"head must be one of {', '.join(get_args(Head))}, got {head!r}")
-        from omnibal.vlm.passes import device_name
+        from omnibal.vlm.passes import device_name  # which loads transformers
 
         model, name, counted = model_of(trainer), device_name(trainer.args.device), None
         with reporting("counting of costs"):
