@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from omnibal.advise.batches import Batches
 from omnibal.advise.wait import wait
 from omnibal.cost import CostModel, Load
 from omnibal.data.lengths import SampleLengths
+from omnibal.data.packs import Packs
 from omnibal.device import DEVICES
 from omnibal.families import family_of
 from omnibal.profile.counted import analytic_profile
@@ -74,6 +76,13 @@ def step_seconds(profile: ModelProfile, load: Load, layout: Any) -> tuple[float,
     return float((own + waited).mean()), float(waited.sum() / (own + waited).sum())
 
 
+def timed(way: Way, lengths: SampleLengths) -> Load:
+    """What costs are asked for: attention of padded rows is under transformers' dense mask."""
+    load = way.load(lengths)
+    real = Packs.from_lists([group for step in way.steps for rank in step for group in rank]).load(lengths)
+    return Batches(load, real.reshape(load.shape), way.samples_a_step).timed()
+
+
 def kept_bytes(profile: ModelProfile, load: Load) -> np.ndarray:
     """What a micro-batch's activations keep on each rank, of the fullest of its micro-batches."""
     model = CostModel()
@@ -102,7 +111,7 @@ def table(profile: ModelProfile, lengths: SampleLengths, ranks: int, micro_batch
         kept = kept_bytes(profile, load)
         row = {"samples": way.samples_a_step, "fullest": kept.max() / 2**30, "mean": kept.mean() / 2**30}
         for layout in ("ddp", "zero3"):
-            seconds, share = step_seconds(profile, load, layout)
+            seconds, share = step_seconds(profile, timed(way, task.lengths), layout)
             row |= {layout: way.samples_a_step / seconds, f"{layout} waits": share}
         rates[way.name] = row
     first = rates["default"]
