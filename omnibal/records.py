@@ -131,11 +131,6 @@ def _keys(kind: Any, location: Sequence[str | int]) -> tuple[str, ...]:
     return tuple(keys)
 
 
-def _rule(message: str) -> str:
-    rule = message.removeprefix("Input should be ")
-    return "an object" if rule.startswith("a valid dictionary or instance of ") else rule
-
-
 def _known_keys(kind: Any) -> dict[str, Any]:
     """From the keys of a record to what is declared for each; nothing for other kinds of values."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -169,5 +164,6 @@ def _explain_key(kind: Any, keys: tuple[str, ...], problems: Sequence[ErrorDetai
     entries = [problem for problem in problems if keys and isinstance(problem["loc"][-1], int)]
     if entries and not keys[-1].isdecimal():  # a list was meant
         place, problems = f"{place}[{entries[0]['loc'][-1]}]", entries[:1]
-    rules = (_rule(problem["msg"]) for problem in problems)
+    rules = [problem["msg"].removeprefix("Input should be ") for problem in problems]
+    rules = ["an object" if rule.startswith("a valid dictionary or instance of ") else rule for rule in rules]
     return f"{place} must be {' or '.join(rules)}, got {problems[0]['input']!r:.200}"

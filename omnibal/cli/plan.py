@@ -44,7 +44,7 @@ from omnibal.data.limits import largest_load
 from omnibal.errors import ConfigError, InfeasibleError, require
 from omnibal.plan import Plan
 from omnibal.planner import PlanRequest, PlanResult
-from omnibal.planner.search import Choice, Variant, retreat, variants_up_to
+from omnibal.planner.search import Choice, retreat, variants_up_to
 from omnibal.profile.calibration import Calibration
 from omnibal.report.page import PlanPart, write_page
 from omnibal.report.stages import Explanation
@@ -281,7 +281,11 @@ def report(
         if workspace.named_plan is not None or workspace.known_cluster is not None or files.plan.is_file():
             plan, found = plan_of(workspace), workspace.lengths
             variants = variants_up_to(plan, workspace.profile, found, batch_size=BATCH_SIZE, steps=REPORTED_STEPS)
-            part = PlanPart(variants, _others(workspace, plan, variants[-1]), largest_load(found, plan.limits))
+            # What the ds_config trains with, unless that is the plan, and the cheapest alternative.
+            present = present_rate(workspace) if workspace.followed_plan is None else None
+            ways = () if present is None else (Way("the present configuration", present),)
+            cheapest = cheapest_way(workspace, plan.known_cluster, variants[-1].samples_per_step)
+            part = PlanPart(variants, (*ways, cheapest), largest_load(found, plan.limits))
         elif files.metrics.is_file():
             say("what a plan changes is left out: nothing says which cluster; --cluster 8xA100-80GB does")
         else:
@@ -294,12 +298,6 @@ def report(
     rates = {} if part is None else {variant.name: variant.samples_per_second for variant in part.variants}
     others = {} if part is None else {way.name: way.samples_per_second for way in part.others}
     answer({"written": out, "samples_per_second": rates, "others": others}, f"written: {out}", as_json=as_json)
-
-
-def _others(workspace: Workspace, plan: Plan, last: Variant) -> tuple[Way, ...]:
-    cheapest = cheapest_way(workspace, plan.known_cluster, last.samples_per_step)
-    present = present_rate(workspace) if workspace.followed_plan is None else None
-    return (cheapest,) if present is None else (Way("the present configuration", present), cheapest)
 
 
 def _read_run(files: RunFiles, *, is_needed: bool) -> Metrics | None:

@@ -211,6 +211,11 @@ def _weighed_table(choices: Sequence[Row], vision_unit: str) -> Table:
 def trial_row(name: str, trial: Trial) -> Row:
     plan, predicted = trial.plan, trial.plan.predicted
     stages = () if predicted is None else predicted.stages
+    outcome = f"after a retreat by {_by_stage(trial.retreat_bytes)}: " if trial.retreat_bytes else ""
+    if trial.missing_bytes:
+        outcome += f"out of memory, {_by_stage(trial.missing_bytes)} missing"
+    else:
+        outcome += f"failed: {trial.error}" if trial.error else "fits"
     return {
         "name": name,
         "measured_seconds": None if trial.error else trial.median_seconds,
@@ -218,7 +223,7 @@ def trial_row(name: str, trial: Trial) -> Row:
         "predicted_for": None if plan.cluster is None else plan.cluster.device.name,
         "peak_bytes": trial.peak_bytes,
         "predicted_bytes": [stage.memory.total - stage.memory.overhead for stage in stages],
-        "outcome": _outcome(trial),
+        "outcome": outcome,
     }
 
 
@@ -227,13 +232,6 @@ def trial_line(row: Row) -> str:
     expected = "" if predicted is None else f"predicted {milliseconds(predicted)} ms on {row['predicted_for']}, "
     done = "" if measured is None else f"measured {milliseconds(measured)} ms: "
     return f"{row['name']}: {expected}{done}{row['outcome']}"
-
-
-def _outcome(trial: Trial) -> str:
-    before = f"after a retreat by {_by_stage(trial.retreat_bytes)}: " if trial.retreat_bytes else ""
-    if trial.missing_bytes:
-        return f"{before}out of memory, {_by_stage(trial.missing_bytes)} missing"
-    return before + (f"failed: {trial.error}" if trial.error else "fits")
 
 
 def _by_stage(sizes: Sequence[int]) -> str:

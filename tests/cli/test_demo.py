@@ -1,4 +1,5 @@
 import json
+import shlex
 from pathlib import Path
 
 
@@ -7,6 +8,12 @@ def test_it_says_where_everything_is(omnibal, tmp_path):
     assert 0 < written.pop("chance") < 1
     files = [path for value in written.values() for path in ([value] if isinstance(value, str) else value)]
     assert all(Path(path).exists() and Path(path).is_relative_to(tmp_path / "data") for path in files)
+
+
+def test_the_next_command_can_be_pasted(omnibal, tmp_path):
+    line = omnibal("demo", tmp_path / "data", "--samples", 20, "--held-out", 20).stdout.splitlines()[-1]
+    omnibal(*shlex.split(line.removeprefix("next: omnibal ")))
+    assert (tmp_path / "data" / "lengths" / "lengths.json").is_file()
 
 
 def test_a_file_is_not_a_folder(omnibal, tmp_path):
