@@ -290,40 +290,33 @@ def sample_loader(
     # Rank 0 asks for the lengths first: a dataset may measure them when asked, and keep them for the others. Then each
     # rank arranges the same epoch by itself, and all compare what they arranged it from: no pack is sent.
     lengths = rank_zero_first(lambda: checked_lengths(samples), doing=MEASURES)
-    replica = position.replica % resolved.layout.num_replicas  # an encoder with more reads by its share alone
+    num_replicas, packing, data = resolved.layout.num_replicas, resolved.section.packing, resolved.section.data
 
     def arrange() -> tuple[Plan, BalancedBatchSampler, Loader]:
-        plan, sampler = _arrange(resolved, samples, lengths, replica)
-        checked = CheckedSamples(samples, lengths, SampleRules.of(resolved.vlm), resolved.section.data.broken)
+        mixture = data.mixture
+        if mixture == "repeat_time":
+            if not isinstance(samples, ConversationDataset):
+                raise ConfigError(
+                    f"omnibal.data.mixture must be shares by source for a dataset of your own, got {mixture!r}"
+                )
+            mixture = samples.repeat_time()
+        typical = typical_lengths(lengths, mixture)
+        plan = resolved.plan_of(typical)
+        if dist.get_rank() == 0:
+            warn_of_other_data(plan, typical)
+            if packing.oversized != "drop":
+                warn_of_long_samples(resolved.vlm.config, lengths, plan.limits)
+        options: PackingOptions = {**packing.options, "mixture": mixture}
+        sampler = BalancedBatchSampler(
+            lengths, plan.limits, num_replicas=num_replicas, micro_batches=plan.micro_batches, **options,
+            rank=position.replica % num_replicas,  # an encoder with more replicas reads by its share alone
+        )  # fmt: skip
+        checked = CheckedSamples(samples, lengths, SampleRules.of(resolved.vlm), data.broken)
         return plan, sampler, Loader(reader.feed(checked, sampler), reader, checked)
 
     plan, sampler, loader = run_on_all_ranks(arrange)
     sampler.verify(gather)
     return plan, loader
-
-
-def _arrange(
-    resolved: ResolvedRun, samples: VlmDataset, lengths: SampleLengths, replica: int
-) -> tuple[Plan, BalancedBatchSampler]:
-    packing, mixture = resolved.section.packing, resolved.section.data.mixture
-    if mixture == "repeat_time":
-        if not isinstance(samples, ConversationDataset):
-            raise ConfigError(
-                f"omnibal.data.mixture must be shares by source for a dataset of your own, got {mixture!r}"
-            )
-        mixture = samples.repeat_time()
-    typical = typical_lengths(lengths, mixture)
-    plan = resolved.plan_of(typical)
-    if dist.get_rank() == 0:
-        warn_of_other_data(plan, typical)
-        if packing.oversized != "drop":
-            warn_of_long_samples(resolved.vlm.config, lengths, plan.limits)
-    options: PackingOptions = {**packing.options, "mixture": mixture}
-    sampler = BalancedBatchSampler(
-        lengths, plan.limits, num_replicas=resolved.layout.num_replicas, rank=replica,
-        micro_batches=plan.micro_batches, **options,
-    )  # fmt: skip
-    return plan, sampler
 
 
 def warn_of_other_data(plan: Plan, lengths: SampleLengths) -> None:

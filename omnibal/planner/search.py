@@ -344,18 +344,18 @@ class Variant:
 
 
 def variants_up_to(
-    plan: Plan, profile: ModelProfile, lengths: SampleLengths, *, batch_size: int, steps: int, seed: int = 0
+    plan: Plan, profile: ModelProfile, lengths: SampleLengths, *, batch_size: int, steps: int
 ) -> tuple[Variant, ...]:
     """From random batches to the plan: nothing balanced, then data, model, memory, and a schedule other than 1F1B."""
     # The first variant trains on random padded micro-batches of `batch_size` samples, with about as many samples a step
     # as the plan, cut by parameters and with every layer recomputed.
     num_replicas = plan.layout.num_replicas
-    epoch = arrange_epoch(lengths, plan.limits, num_replicas=num_replicas, micro_batches=plan.micro_batches, seed=seed)
+    epoch = arrange_epoch(lengths, plan.limits, num_replicas=num_replicas, micro_batches=plan.micro_batches)
     packed = Packing.of(epoch, lengths, plan.limits, spread_steps(epoch.num_steps, steps))
     alike = round(packed.samples_per_step / (num_replicas * batch_size))
     micro_batches = max(1, min(alike, len(lengths) // (num_replicas * batch_size)))  # a step of few data is all of them
     padded = random_padded_steps(
-        lengths, batch_size=batch_size, num_replicas=num_replicas, micro_batches=micro_batches, steps=steps, seed=seed
+        lengths, batch_size=batch_size, num_replicas=num_replicas, micro_batches=micro_batches, steps=steps
     )
     full, trained = every_layer("full", len(profile.layers)), [layer.gradient_bytes for layer in profile.layers]
     unsplit = replace(plan, schedule="1f1b", predicted=None)
