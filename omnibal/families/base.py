@@ -110,10 +110,8 @@ def numbered(kind: str, module: Module, sizes: Iterable[Mapping[str, int]]) -> I
 
 
 def vision_unit_of(layers: Iterable[Layer]) -> str:
-    """What the first encoder counts: ``"tiles"``, ``"patches"``, or ``"vision units"`` if none says.
-
-    Where there is no ViT, the encoder of sound counts ``"windows"``.
-    """
+    """What the first encoder counts: ``"tiles"``, ``"patches"``, or ``"vision units"`` if none says."""
+    # Where there is no ViT, the encoder of sound counts ``"windows"``.
     counted = {layer.module: layer.sizes["patches_per_tile"] for layer in layers if "patches_per_tile" in layer.sizes}
     if "sound" in counted and "vision" not in counted:
         return WINDOWS
@@ -253,11 +251,9 @@ class Family:
 
 
 def check_frozen(records: Sequence[LayerRecord], frozen: Collection[str]) -> tuple[str, ...]:
-    """Sorted kinds of layers and patterns of weights that are not trained; refuses words that name nothing.
-
-    ``frozen`` holds modules, common names or kinds of layers, and shell patterns of weights' names on disk. A kind
-    comes back with ``only:`` before it if other layers of its common name are trained.
-    """
+    """Sorted kinds of layers and patterns of weights that are not trained; refuses words that name nothing."""
+    # ``frozen`` holds modules, common names or kinds of layers, and shell patterns of weights' names on disk. A kind
+    # comes back with ``only:`` before it if other layers of its common name are trained.
     if not frozen:
         return ()
     for name in frozen:

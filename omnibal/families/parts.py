@@ -206,10 +206,8 @@ CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"
 
 
 def tower_records(config: Config, *, newline: bool) -> tuple[LayerRecord, ...]:
-    """Patch embedding, the blocks up to the one whose output is read, projector.
-
-    ``newline`` says whether the projector's features get an embedding at the end of each row.
-    """
+    """Patch embedding, the blocks up to the one whose output is read, projector."""
+    # ``newline`` says whether the projector's features get an embedding at the end of each row.
     vision, text_hidden = section(config, "vision_config"), size(section(config, "text_config"), "hidden_size")
     kind = vision.get("model_type")
     if kind not in (CLIP, SIGLIP):

@@ -102,11 +102,9 @@ def video_settings(defaults: Config, given: Config) -> Config:
 
 
 def pixel_limits(given: Config, default: Config) -> dict[str, int]:
-    """Least and most pixels as transformers 5.23 reads a processor's file.
-
-    A stated ``size`` stands alone: what it leaves out is not filled in from the class, whose ``default`` counts without
-    a ``size``. ``min_pixels`` and ``max_pixels`` count beside it, and not within.
-    """
+    """Least and most pixels as transformers 5.23 reads a processor's file."""
+    # A stated ``size`` stands alone: what it leaves out is not filled in from the class, whose ``default`` counts
+    # without a ``size``. ``min_pixels`` and ``max_pixels`` count beside it, and not within.
     stated = given.get("size") or default
     found = dict(stated) if isinstance(stated, Mapping) else {}
     for edge, key in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
@@ -208,12 +206,10 @@ def _third_video(facts: VideoSizes, header: VideoHeader) -> VideoLoad:
 
 
 def qwen_records(config: Config) -> tuple[LayerRecord, ...]:
-    """The pipeline layers, first to last; a vision unit is a patch.
-
-    Blocks of Qwen2.5-VL whose attention stays within windows are of the kind ``window_block``; blocks of Qwen3-VL whose
-    output a decoder layer reads as well are of the kind ``deepstack_block``, and ``carried`` says how many such outputs
-    a cut behind a layer sends along.
-    """
+    """The pipeline layers, first to last; a vision unit is a patch."""
+    # Blocks of Qwen2.5-VL whose attention stays within windows are of the kind ``window_block``; blocks of Qwen3-VL
+    # whose output a decoder layer reads as well are of the kind ``deepstack_block``, and ``carried`` says how many such
+    # outputs a cut behind a layer sends along.
     vision, text = section(config, "vision_config"), section(config, "text_config")
     is_third = config["model_type"] in THIRD_TYPES
     # The merger's output is as wide as the language model; Qwen2-VL calls its width hidden_size.

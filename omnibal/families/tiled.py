@@ -58,13 +58,11 @@ LANGUAGE_ON_DISK = {
 
 
 def internvl_records(config: Config) -> tuple[LayerRecord, ...]:
-    """The pipeline layers of an InternVL model, first to last; the same under every partition.
-
-    Sizes are: ``hidden`` (width of the layer's output), ``intermediate``, ``heads``, ``kv_heads``, ``head_dim``,
-    ``vocab``; of a block ``rms_norms`` and ``qk_norms`` (how many it has, the latter of queries and keys);
-    ``patches_per_tile`` and ``tokens_per_tile`` (patches and CLS) of the ViT; ``shuffled`` (width into the projector),
-    ``image_tokens_per_tile`` (what a tile brings to the language model); ``parameters``.
-    """
+    """The pipeline layers of an InternVL model, first to last; the same under every partition."""
+    # Sizes are: ``hidden`` (width of the layer's output), ``intermediate``, ``heads``, ``kv_heads``, ``head_dim``,
+    # ``vocab``; of a block ``rms_norms`` and ``qk_norms`` (how many it has, the latter of queries and keys);
+    # ``patches_per_tile`` and ``tokens_per_tile`` (patches and CLS) of the ViT; ``shuffled`` (width into the
+    # projector), ``image_tokens_per_tile`` (what a tile brings to the language model); ``parameters``.
     layer, strategy = config.get("vision_feature_layer", -1), config.get("vision_feature_select_strategy", "default")
     if layer != -1:
         raise ConfigError(f"vision_feature_layer must be -1 (the last ViT block), got {layer!r}")

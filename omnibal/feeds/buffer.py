@@ -53,12 +53,11 @@ class _Fill(NamedTuple):
 
 
 class SampleBuffer:
-    """Samples drawn from a rank's sources, numbered in the order in which they were drawn.
+    """Samples drawn from a rank's sources, numbered in the order in which they were drawn."""
 
-    A source with a length that is read by index is shuffled and divided over the ranks; any other one is this rank's
-    own. Under a mixture, sources that end are read again; without, there is one source, and the buffer ends with it.
-    The buffer is full at ``buffer`` samples, or before that at ``buffer_bytes`` of arrays, tensors and byte strings.
-    """
+    # A source with a length that is read by index is shuffled and divided over the ranks; any other one is this rank's
+    # own. Under a mixture, sources that end are read again; without, there is one source, and the buffer ends with it.
+    # The buffer is full at ``buffer`` samples, or before that at ``buffer_bytes`` of arrays, tensors and byte strings.
 
     # The state holds no samples. To restore a buffer, sources go back to their positions before its oldest sample was
     # drawn, and everything since is drawn again: at most about twice what the buffer holds. Checksums tell whether
@@ -310,10 +309,8 @@ def _check_loads(loads: Loads) -> None:
 
 
 def taken_over(states: Sequence[Mapping[str, Any]], rank: int, num_ranks: int) -> dict[str, Any]:
-    """The state of a rank's buffer that takes over from buffers of other ranks: their untrained samples, then the rest.
-
-    ``states`` are of every earlier rank's buffer, by rank; ``held`` are the samples that were not trained.
-    """
+    """The state of a rank's buffer that takes over from other ranks: their untrained samples, then the rest."""
+    # ``states`` are of every earlier rank's buffer, by rank; ``held`` are the samples that were not trained.
     lanes, _, num_parts = lanes_of(rank, num_ranks, len(states))
     sources, owed = dict[str, Any](), dict[str, float]()
     for name in states[0]["sources"]:

@@ -94,11 +94,9 @@ def buffer_load(lengths: SampleLengths, limits: PackLimits, *, ended: bool, boun
 
 
 def growth(of_ranks: Sequence[BufferLoad], micro_batches: int) -> list[float]:
-    """The factor by which each rank's buffer must grow before packs are planned; 1 where it need not or cannot.
-
-    A buffer of short samples may not fill a step. It then grows until it does, but never beyond the bytes that it may
-    take: a rank whose bytes are used up ends the others' growth, too.
-    """
+    """The factor by which each rank's buffer must grow before packs are planned; 1 where it need not or cannot."""
+    # A buffer of short samples may not fill a step. It then grows until it does, but never beyond the bytes that it may
+    # take: a rank whose bytes are used up ends the others' growth, too.
     _, cost, _ = _mean_pack(of_ranks)
     held = [rank.cost / max(cost, 1e-9) for rank in of_ranks]
     wanted = min([micro_batches, *(packs for packs, rank in zip(held, of_ranks, strict=True) if rank.bounded)])
@@ -140,10 +138,8 @@ def _mean_pack(of_ranks: Sequence[BufferLoad]) -> tuple[float, float, float]:
 
 
 def plan_buffer(lengths: SampleLengths, aim: Aim, limits: PackLimits, *, waited: int, seed: Sequence[int]) -> Packs:
-    """Make ``aim.num_packs`` packs of a buffer, in random order; samples that are left over stay in the buffer.
-
-    ``lengths`` are the buffer's samples, the oldest first; the last window left the first ``waited`` ones over.
-    """
+    """Make ``aim.num_packs`` packs of a buffer, in random order; samples that are left over stay in the buffer."""
+    # ``lengths`` are the buffer's samples, the oldest first; the last window left the first ``waited`` ones over.
     # Older samples come first. Only samples that no window has passed over yet may have to wait for the next one, so
     # that this window holds just what was agreed on. Where samples do not fit into the packs, the newest are left for
     # later; a sample over a limit gets a pack of its own. O(samples).

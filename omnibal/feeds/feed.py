@@ -54,11 +54,10 @@ class PacksFromHere:
 
 
 class EpochFeed:
-    """The steps of a sampler, epoch after epoch without end.
+    """The steps of a sampler, epoch after epoch without end."""
 
-    ``reader`` yields the packs of ``PacksFromHere(sampler, share)``, read and collated; None for ranks that read
-    nothing. By default the share is that of the sampler's rank.
-    """
+    # ``reader`` yields the packs of ``PacksFromHere(sampler, share)``, read and collated; None for ranks that read
+    # nothing. By default the share is that of the sampler's rank.
 
     def __init__(self, sampler: BalancedBatchSampler, reader: Iterable[Any] | None, share: Share | None = None) -> None:
         self.sampler, self._reader = sampler, reader
@@ -97,10 +96,8 @@ class EpochFeed:
         return self.sampler.step_without(step.index, samples)
 
     def steps_left(self, epochs: int | None = None) -> int:
-        """Steps to the end of epoch ``epochs - 1``, by default of the next step's epoch.
-
-        Counting later epochs costs as much as ``BalancedBatchSampler.steps_of``.
-        """
+        """Steps to the end of epoch ``epochs - 1``, by default of the next step's epoch."""
+        # Counting later epochs costs as much as ``BalancedBatchSampler.steps_of``.
         sampler = self.sampler
         left = sampler.epoch_steps - self._steps_done
         if epochs is None:
@@ -127,11 +124,9 @@ class EpochFeed:
 
 
 def micro_batches_of(feed: Any) -> Iterator[tuple[Any, Any]]:
-    """Micro-batches of the steps of a feed with a ``position``, each beside its step, to the end of the feed's pass.
-
-    The position moves on with the last micro-batch of a step, since its optimizer step follows: whoever saves then has
-    trained the step. What was made ahead is let go at the end, also where a loop is left early.
-    """
+    """Micro-batches of the steps of a feed with a ``position``, each beside its step, to the end of the feed's pass."""
+    # The position moves on with the last micro-batch of a step, since its optimizer step follows: whoever saves then
+    # has trained the step. What was made ahead is let go at the end, also where a loop is left early.
     feed.go_to(feed.position)
     try:
         while True:

@@ -121,10 +121,9 @@ class Source:
 
 
 class Lanes:
-    """What ranks of an earlier run have left of a source; a rank reads the lanes of some of them in turns.
+    """What ranks of an earlier run have left of a source; a rank reads the lanes of some of them in turns."""
 
-    Where there are more ranks than lanes, several ranks share one: each reads all of it, and takes its part.
-    """
+    # Where there are more ranks than lanes, several ranks share one: each reads all of it, and takes its part.
 
     def __init__(self, lanes: Sequence[Source], part: int, num_parts: int) -> None:
         self._lanes, self._part, self._num_parts = lanes, part, num_parts

@@ -27,10 +27,8 @@ LENGTHS: Final = "omnibal_lengths"  # the folder of measured lengths within a tr
 
 
 def samples_to_check(lengths: SampleLengths, *, is_known: bool) -> list[int]:
-    """The shortest sample of those with an image, or of all, and the shortest of the others.
-
-    For a model that no test knows to pack also the one with the largest images, of those of twice the median length.
-    """
+    """The shortest sample of those with an image, or of all, and the shortest of the others."""
+    # For a model that no test knows to pack also the one with the largest images, of those of twice the median length.
     tokens, units = lengths.llm_tokens, lengths.vision_units
     order = np.lexsort((tokens, units == 0))
     others = order[1:][np.argsort(tokens[order[1:]], kind="stable")]
@@ -128,11 +126,9 @@ def measured(collator: Any, dataset: Any, num_workers: int = 0) -> SampleLengths
 def kept_lengths(
     collator: Any, dataset: Any, folder: Path | None, *, saves: bool, num_workers: int
 ) -> tuple[SampleLengths, bool]:
-    """Lengths as they were measured before, which are compared with the data, or measured now; all ranks together.
-
-    Lengths that are damaged, missing on some rank, or of other data (as far as a few samples tell) are measured again.
-    The flag says whether they were compared.
-    """
+    """Lengths as they were measured before, which are compared with the data, or measured now; all ranks together."""
+    # Lengths that are damaged, missing on some rank, or of other data (as far as a few samples tell) are measured
+    # again. The flag says whether they were compared.
     found = None
     if folder is not None:
         with suppress(DataError):  # there are none, or a killed or damaged write left them incomplete

@@ -89,11 +89,10 @@ class PackLoader(DataLoader[Any]):
 
 
 class WeighingTokens:
-    """A collator whose batches hold what ``pack_loss`` needs.
+    """A collator whose batches hold what ``pack_loss`` needs."""
 
-    A pack brings its weight from the sampler, so that a loader which a host makes anew, as Accelerate does to skip
-    batches, has it, too.
-    """
+    # A pack brings its weight from the sampler, so that a loader which a host makes anew, as Accelerate does to skip
+    # batches, has it, too.
 
     def __init__(self, collate: Callable[[PackItems], Any]) -> None:
         self._collate = collate

@@ -161,12 +161,10 @@ class RearrangingLoader:
         yield from islice(self._source, trained, None)
 
     def _next_step(self, batches: Iterator[Sequence[Any]], number: int) -> tuple[list[Drawn], Any] | None:
-        """One step of this rank and the state of its source, or None where all ranks' sources have ended.
-
-        1. This rank draws its micro-batches of the step, fewer or none where its source has ended.
-        2. All ranks gather the sizes of all samples; what failed on one rank is raised on all.
-        3. Every rank makes the same plans of all micro-batches from the same numbers.
-        """
+        """One step of this rank and the state of its source, or None where all ranks' sources have ended."""
+        # 1. This rank draws its micro-batches of the step, fewer or none where its source has ended.
+        # 2. All ranks gather the sizes of all samples; what failed on one rank is raised on all.
+        # 3. Every rank makes the same plans of all micro-batches from the same numbers.
         told: tuple[list[IntArray], RowKinds] | DataError
         try:
             read = [[self._collator.sample(item) for item in batch] for batch in islice(batches, self._micro_batches)]
@@ -341,10 +339,8 @@ def carried_bytes(model: Any, num_positions: int) -> dict[str, Any]:
 
 
 def measured_link(group: dist.ProcessGroup | None, device: torch.device) -> tuple[float, float]:
-    """Seconds of an all-to-all that brings next to nothing, and bytes a second of one that brings 16 MiB a rank.
-
-    The slowest rank counts, so all ranks get the same numbers.
-    """
+    """Seconds of an all-to-all that brings next to nothing, and bytes a second of one that brings 16 MiB a rank."""
+    # The slowest rank counts, so all ranks get the same numbers.
     ranks = dist.get_world_size(group)
     least, most = (_seconds(group, device, size) for size in (ranks, max(MEASURED_BYTES // ranks, 1) * ranks))
     found = torch.tensor([least, most], dtype=torch.float64, device=device)

@@ -194,10 +194,9 @@ def _rotate(
 
 
 class StatefulLayers:
-    """Modules that carry a state from sample to sample, made to keep samples apart in packs alone.
+    """Modules that carry a state from sample to sample, made to keep samples apart in packs alone."""
 
-    A pack is one row whose position_ids restart, without a cache.
-    """
+    # A pack is one row whose position_ids restart, without a cache.
 
     def __init__(self, model: nn.Module, modules: Iterable[str]) -> None:
         from transformers.utils.import_utils import is_causal_conv1d_available, is_flash_linear_attention_available

@@ -87,11 +87,9 @@ def _run(compiled: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: A
 
 
 def let_encoders_be_traced(model: nn.Module, decoder: nn.Module) -> None:
-    """Keep transformers' hooks that capture attention weights out of graphs, where attention makes none.
-
-    All attention modules have one in an encoder whose hidden states are asked for. It asks a context variable: there
-    dynamo ends its graph, or gives up where the block is checkpointed. Uncompiled, the hooks do what they did.
-    """
+    """Keep transformers' hooks that capture attention weights out of graphs, where attention makes none."""
+    # All attention modules have one in an encoder whose hidden states are asked for. It asks a context variable: there
+    # dynamo ends its graph, or gives up where the block is checkpointed. Uncompiled, the hooks do what they did.
     try:
         from transformers.utils.output_capturing import maybe_install_capturing_hooks
     except ImportError:  # an older one has no such hooks

@@ -261,11 +261,10 @@ class PackCollator(SampleCollator):
 
 
 class PaddedCollator(SampleCollator):
-    """The host's own batches of the samples that a sampler draws, whatever fields they have.
+    """The host's own batches of the samples that a sampler draws, whatever fields they have."""
 
-    ``collate`` gives ``input_ids`` and ``labels`` (samples, tokens), an
-    ``attention_mask`` where samples are padded, and images as rows of ``pixel_values``.
-    """
+    # ``collate`` gives ``input_ids`` and ``labels`` (samples, tokens), an ``attention_mask`` where samples are padded,
+    # and images as rows of ``pixel_values``.
 
     def __call__(self, drawn: PackItems) -> dict[str, Any]:
         """The arguments of the model's forward pass; DataError for samples that are not as planned."""
@@ -328,11 +327,9 @@ def hears_alone(arguments: frozenset[str] | None) -> bool:
 
 
 def sounds_of(fields: Mapping[str, Tensor], arguments: frozenset[str] | None) -> tuple[int, int]:
-    """Windows of sound where a model hears alone, and positions of the encoder where it sees, too; 0 for the other one.
-
-    Qwen2-Audio's encoder sees whole windows, whatever is real of them; Qwen2.5-Omni's only what is real, and a
-    convolution halves the frames.
-    """
+    """Windows of sound where a model hears alone, positions of the encoder where it sees, too; 0 for the other one."""
+    # Qwen2-Audio's encoder sees whole windows, whatever is real of them; Qwen2.5-Omni's only what is real, and a
+    # convolution halves the frames.
     features, mask = (fields.get(name) for name in PER_SOUND)
     if features is None:
         return 0, 0
@@ -346,11 +343,9 @@ def sounds_of(fields: Mapping[str, Tensor], arguments: frozenset[str] | None) ->
 
 
 def unpadded_images(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Pixels of one sample without the padding of its batch, tile by tile.
-
-    LLaVA-NeXT's collators give (images, most tiles of an image, …), the unused tiles being zeros; those of Idefics3
-    (1, images, …), with a mask of real pixels. All of them take what is left as well.
-    """
+    """Pixels of one sample without the padding of its batch, tile by tile."""
+    # LLaVA-NeXT's collators give (images, most tiles of an image, …), the unused tiles being zeros; those of Idefics3
+    # (1, images, …), with a mask of real pixels. All of them take what is left as well.
     pixels = fields.get("pixel_values")
     if pixels is None or pixels.dim() != 5:
         return {}
@@ -388,10 +383,8 @@ def rows_of_images(samples: Iterable[Mapping[str, Tensor]], names: Sequence[str]
 
 
 def largest_rows(rows: Iterable[tuple[str, str, RowKind]]) -> RowKinds:
-    """The largest row of each tensor, of rows that are (beginning of a message, name of the tensor, shape).
-
-    Images may differ where ``SIZED`` tells how much of an image is real; a DataError names others.
-    """
+    """The largest row of each tensor, of rows that are (beginning of a message, name of the tensor, shape)."""
+    # Images may differ where ``SIZED`` tells how much of an image is real; a DataError names others.
     rows, found = [*rows], dict[str, RowKind]()
     may_differ = any(name in SIZED for _, name, _ in rows)
     for where, name, (shape, dtype) in rows:

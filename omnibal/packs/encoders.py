@@ -203,14 +203,9 @@ def encoders_of(model: Any, *, blank: Mapping[str, Tensor] | None = None) -> dic
 
 
 def encode_in_every_evaluation(model: Any) -> None:
-    """Let each forward pass of an evaluation run every encoder, on a blank input where the batch has none.
-
-    Under ZeRO 3 and FSDP modules gather their weights from all ranks: a rank with an image would wait for ever for one
-    without.
-
-    Raises:
-        ConfigError: What ``encoders_of`` raises, or the model does not name its language model.
-    """
+    """Let each forward pass of an evaluation run every encoder, on a blank input where the batch has none."""
+    # Under ZeRO 3 and FSDP modules gather their weights from all ranks: a rank with an image would wait for ever for
+    # one without.
     if (language := language_of(model)) is None:
         raise ConfigError(f"model must name its language_model or text_model, got {type(model).__name__} without")
     encoders, early, late, hooks = encoders_of(model), list[str](), list[str](), list[Any]()

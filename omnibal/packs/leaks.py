@@ -276,10 +276,8 @@ class _ModuleTensors:
         return self._logits
 
     def run_changed(self, inputs: Mapping[str, Any], changed: int, rows: slice, leaks: dict[str, Leak]) -> None:
-        """Find modules in which the pack's other samples do not stay as they were, if their logits do not.
-
-        ``rows`` of the logits are those of the sample that has changed.
-        """
+        """Find modules in which the pack's other samples do not stay as they were, if their logits do not."""
+        # ``rows`` of the logits are those of the sample that has changed.
         differences = (self.model(**inputs)["logits"][0] - self._logits).float().norm(dim=1)
         differences[rows] = 0
         scale = self._logits.float().norm(dim=1).mean()

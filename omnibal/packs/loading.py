@@ -105,14 +105,13 @@ class PackSampler(BalancedBatchSampler):
 
 
 class PaddedSampler(PackSampler):
-    """A ``PackSampler`` whose packs are batches to be padded, for models that cannot pack: its limits count padding.
+    """A ``PackSampler`` of batches to be padded, for models that cannot pack: its limits count padding."""
 
-    A padded batch costs as many sequences as it has samples, each as long as the longest. Packs that are even in tokens
-    mix long samples with short ones: padded, they waste more than random batches do. So the samples of each step stay
-    those that were planned, and are dealt to its batches anew, sorted by length. The planner chose them at random, so
-    nothing but the place of a sample within its step depends on its length. A step that cannot be dealt within the
-    limits is dealt as evenly as it can be.
-    """
+    # A padded batch costs as many sequences as it has samples, each as long as the longest. Packs that are even in
+    # tokens mix long samples with short ones: padded, they waste more than random batches do. So the samples of each
+    # step stay those that were planned, and are dealt to its batches anew, sorted by length. The planner chose them at
+    # random, so nothing but the place of a sample within its step depends on its length. A step that cannot be dealt
+    # within the limits is dealt as evenly as it can be.
 
     def __init__(self, lengths: SampleLengths, limits: PackLimits, **options: Any) -> None:
         if limits.sound_units is not None:
@@ -238,10 +237,9 @@ class PackedView:
 
 
 class PlannedLoads:
-    """Refuses samples that are not as long as planned: plans are no better than lengths.
+    """Refuses samples that are not as long as planned: plans are no better than lengths."""
 
-    With ``absorb``, the first such sample is warned of, and only what would let ranks wait for each other is refused.
-    """
+    # With ``absorb``, the first such sample is warned of, and only what would let ranks wait for each other is refused.
 
     def __init__(self, lengths: SampleLengths, *, absorb: bool = False) -> None:
         self._lengths, self._absorb, self._warned = lengths, absorb, False

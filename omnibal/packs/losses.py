@@ -45,11 +45,9 @@ def cross_entropy(outputs: Any, labels: Tensor) -> Tensor:
 
 
 def router_loss(router_logits: Sequence[Tensor], counted: Tensor, top_k: int) -> Tensor:
-    """Imbalance of experts: experts · Σ over experts (share of tokens sent · mean probability); at least ``top_k``.
-
-    ``router_logits`` are (tokens, experts) of each layer, whose tokens are taken together as in transformers;
-    ``counted`` says which tokens count. Source: Fedus et al., Switch Transformers, JMLR 2022, equations 4 to 6.
-    """
+    """Imbalance of experts: experts · Σ over experts (share of tokens sent · mean probability); at least ``top_k``."""
+    # ``router_logits`` are (tokens, experts) of each layer, whose tokens are taken together as in transformers;
+    # ``counted`` says which tokens count. Source: Fedus et al., Switch Transformers, JMLR 2022, equations 4 to 6.
     experts = router_logits[0].shape[-1]
     chosen, probability = counted.new_zeros(experts, dtype=torch.float32), router_logits[0].new_zeros(experts).float()
     for logits in router_logits:  # layer by layer: all at once would take layers x tokens x experts numbers

@@ -120,14 +120,11 @@ def check_packed(
     device: torch.device | None = None,
     rounded: bool = False,
 ) -> None:
-    """Check that a pack gives each sample the logits that it gets alone.
-
-    From then on, layers that would let a state, an image or a sample's length across keep samples apart.
-
-    The model is wrapped if it is trained so: where layers gather their weights from other ranks, all ranks check the
-    same items at the same time. ``rounded``: it computes in 16 bits whatever its logits come in, as under autocast.
-    With more than two items each module is looked at, whatever the logits are.
-    """
+    """Check that a pack gives each sample the logits that it gets alone."""
+    # From then on, layers that would let a state, an image or a sample's length across keep samples apart.
+    # The model is wrapped if it is trained so: where layers gather their weights from other ranks, all ranks check the
+    # same items at the same time. ``rounded``: it computes in 16 bits whatever its logits come in, as under autocast.
+    # With more than two items each module is looked at, whatever the logits are.
     by_bounds = _check_long_rows(model)
     isolation = len(items) > 2
     found = _kept_apart(model, collator, items, by_bounds, device=device, rounded=rounded, isolation=isolation)
@@ -267,10 +264,8 @@ def _texts(config: Any, sizes: Sequence[int]) -> tuple[PackCollator, list[Tensor
 
 
 def made_samples(model: Any) -> list[dict[str, Tensor]]:
-    """Samples of random words, some with random images: by token (tokens,), by image as the model takes them.
-
-    A model whose configuration does not tell what an image looks like gets words alone, which `PackingCheck` says.
-    """
+    """Samples of random words, some with random images: by token (tokens,), by image as the model takes them."""
+    # A model whose configuration does not tell what an image looks like gets words alone, which `PackingCheck` says.
     from omnibal.packs.encoders import blank_image, image_tokens  # loops of models from elsewhere need no transformers
 
     config, generator = model.config, torch.Generator().manual_seed(0)

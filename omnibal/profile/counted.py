@@ -42,17 +42,11 @@ def analytic_profile(
     """Costs of a model's layers on a device by counting operations and bytes.
 
     Args:
-        records: The model's layers.
-        device: What they run on.
         dtype: Precision of the forward pass.
         tensor_parallel: Devices of one node that share each layer, as Megatron-LM splits it: one number, or one each of
             ``"vision"`` (the projector with it) and ``"language"``. In blocks they also share the tokens of norms and
             residuals.
         frozen: What is not trained, as ``check_frozen`` takes it.
-
-    Raises:
-        ConfigError: A number is out of range, or devices cannot share a layer: they are more than its heads, or do not
-            divide the width of its MLP.
 
     Source of the split: Shoeybi et al., "Megatron-LM" (2019), section 3; of the tokens' Korthikanti et al., "Reducing
     Activation Recomputation in Large Transformer Models" (2022), section 4.2.2.
@@ -82,13 +76,8 @@ def analytic_profile(
 
 
 def with_sums(measured: ModelProfile, records: Sequence[LayerRecord], device: Device) -> ModelProfile:
-    """Add to costs that one of several tensor ranks was measured to have what it waits for sums, counted for a device.
-
-    Args:
-        measured: Costs of the first rank's part of each layer.
-        records: The model's layers.
-        device: What the ranks run on; only its link counts.
-    """
+    """Add to measured costs of one of several tensor ranks what it waits for sums, counted for a device."""
+    # Measured was the first rank's part of each layer; of the device only its link counts.
     layers = []
     for layer, record in zip(measured.layers, records, strict=True):
         rates = _Rates(device, ELEMENT_BYTES[measured.dtype], degree_of(measured.tensor_parallel, record.module))

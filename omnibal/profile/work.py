@@ -31,10 +31,9 @@ _ATTENTION_TRAFFIC = 42
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a layer does for a micro-batch, per unit of its load.
+    """What a layer does for a micro-batch, per unit of its load."""
 
-    Tensor ranks share what is counted here, but for the fields whose names say ``whole``.
-    """
+    # Tensor ranks share what is counted here, but for the fields whose names say ``whole``.
 
     # Operations of products with weights, forward; backward to the inputs and to the weights take as many each:
     products: CostModel = field(default_factory=CostModel)

@@ -36,10 +36,8 @@ def load_model(
     lora: LoraSection | None = None,
     frozen: Collection[str] = (),
 ) -> VisionLanguageModel:
-    """The pipeline layers of a Hugging Face folder, configuration or model; frozen ones get no adapters.
-
-    No weight is kept. Head and embedding are tied as transformers ties them, or as they are in a model in memory.
-    """
+    """The pipeline layers of a Hugging Face folder, configuration or model; frozen ones get no adapters."""
+    # No weight is kept. Head and embedding are tied as transformers ties them, or as they are in a model in memory.
     loaded = _loaded(model)
     if lora is not None:
         add_adapters(loaded, adapters_of(loaded, lora, frozen))
@@ -156,10 +154,8 @@ class Answerer:
 
 
 def _whole(model_class: Any, folder: Path) -> Any:
-    """The model of a folder, all its weights from there: transformers would draw what is missing at random.
-
-    A folder of adapters names that of the weights that they were trained beside.
-    """
+    """The model of a folder, all its weights from there: transformers would draw what is missing at random."""
+    # A folder of adapters names that of the weights that they were trained beside.
     options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     adapters = load_adapters(folder)
     if adapters is not None:

@@ -335,11 +335,9 @@ def tables_by_sample(
     lengths: Sequence[int],
     layer_type: str | None = None,
 ) -> Any:
-    """What ``forward``, of a rotary module of transformers, gives for a pack whose samples have these lengths.
-
-    ``position_ids`` is (1, tokens), or (rows, 1, tokens) with rows of time, height and width. Tokens are the last
-    dimension but one of the tables.
-    """
+    """What ``forward``, of a rotary module of transformers, gives for a pack whose samples have these lengths."""
+    # ``position_ids`` is (1, tokens), or (rows, 1, tokens) with rows of time, height and width. Tokens are the last
+    # dimension but one of the tables.
     options = {} if layer_type is None else {"layer_type": layer_type}
     kind = length_types(rotary).get(layer_type)
     if kind is None:

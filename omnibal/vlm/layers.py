@@ -39,10 +39,9 @@ class LayerRecipe:
 
 
 class PartsLayer(nn.Module):
-    """A pipeline layer whose parts of the Hugging Face model are its attributes, by the names of its recipe.
+    """A pipeline layer whose parts of the Hugging Face model are its attributes, by the names of its recipe."""
 
-    The part ``rotary`` becomes an `ExactRotary`.
-    """
+    # The part ``rotary`` becomes an `ExactRotary`.
 
     def __init__(self, config: Any, **parts: nn.Module | nn.Parameter) -> None:
         super().__init__()
@@ -108,11 +107,9 @@ class VisionLanguageModel:
     def build_layer(
         self, index: int, *, seed: int | None, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> nn.Module:
-        """Build one layer, with transformers' initial weights; buffers such as rotary frequencies keep float32.
-
-        The weights depend on the seed and the layer's index alone (for tied layers, the first index of their key).
-        Without a seed every weight is NaN, for a layer whose weights are loaded and whose adapters are drawn next.
-        """
+        """Build one layer, with transformers' initial weights; buffers such as rotary frequencies keep float32."""
+        # The weights depend on the seed and the layer's index alone (for tied layers, the first index of their key).
+        # Without a seed every weight is NaN, for a layer whose weights are loaded and whose adapters are drawn next.
         # Weights depend on nothing else that is built, nor on dtype, device or the random state outside. They are drawn
         # in float32 on the CPU, since a GPU's generator gives other numbers.
         recipe = self._recipes[index]

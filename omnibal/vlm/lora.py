@@ -19,10 +19,8 @@ ADAPTER_CONFIG: Final = "adapter_config.json"
 
 
 def adapters_of(model: VisionLanguageModel, settings: LoraSection, frozen: Collection[str] = ()) -> Any:
-    """Peft's configuration of what the settings ask for: every adapted layer, and every module to save, by its path.
-
-    ``frozen`` gets no adapter and is not trained whole either.
-    """
+    """Peft's configuration of what the settings ask for: every adapted layer, and every module to save, by its path."""
+    # ``frozen`` gets no adapter and is not trained whole either.
     require("peft")
     from peft import LoraConfig
 
@@ -108,10 +106,8 @@ def _chosen(
     fits: Callable[[nn.Module], bool],
     deciding: Callable[[str], Sequence[str]],
 ) -> list[str]:
-    """Paths of the modules that a setting's words stand for and that are not frozen, in the model's order, each once.
-
-    ``deciding`` goes from the path of a module to the names of its weights of which none may be frozen.
-    """
+    """Paths of the modules that a setting's words stand for and that are not frozen, in the model's order."""
+    # ``deciding`` goes from the path of a module to the names of its weights of which none may be frozen.
     # Only modules of the model's layers count, not what lies behind the features that it reads.
     modules = [(record, path) for record, path, module in _modules(model) if fits(module)]
     for word in words:

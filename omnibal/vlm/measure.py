@@ -48,12 +48,10 @@ def measure_profile(
     seed: int = 0,
     report: Callable[[str], object] = lambda name: None,
 ) -> ModelProfile:
-    """Measure on this machine what the layers of a model cost, for packs of up to ``limits``.
-
-    Repetitions that differ by more than a tenth over all layers give a MeasurementWarning; ``report`` is called
-    with the name of each layer before it is measured. Of ``num_tensor`` ranks that share layers the first one's part is
-    measured, without what it waits for the others.
-    """
+    """Measure on this machine what the layers of a model cost, for packs of up to ``limits``."""
+    # Repetitions that differ by more than a tenth over all layers give a MeasurementWarning; ``report`` is called with
+    # the name of each layer before it is measured. Of ``num_tensor`` ranks that share layers the first one's part is
+    # measured, without what it waits for the others.
     # Of layers of one kind and size the first is measured. A time is the median of 5 passes after 2 warm-up passes;
     # costs are fitted to the times. The backward passes to the inputs and to the weights are measured apart, as a
     # zero-bubble schedule runs them. The last layer's times contain the loss.

@@ -97,10 +97,8 @@ def time_optimizer(parameters: Iterable[nn.Parameter]) -> Timing:
 
 
 def kept_bytes(forward: Callable[[], Outputs], *, free: Iterable[Tensor] = ()) -> int:
-    """Bytes that stay alive after a forward pass because a backward pass needs them; exact on any device.
-
-    Outputs count only if they are saved, and storages of the tensors ``free``, such as parameters, never.
-    """
+    """Bytes that stay alive after a forward pass because a backward pass needs them; exact on any device."""
+    # Outputs count only if they are saved, and storages of the tensors ``free``, such as parameters, never.
     # These are the storages that autograd saves, and all others that were made during the pass and are still alive,
     # such as caches of selective recomputation. Parts of one storage count once, as the whole storage.
     excluded = {address_of(tensor) for tensor in free}
@@ -238,10 +236,9 @@ def storage_bytes(tensors: list[Tensor]) -> int:
 
 
 class DevicePeak(ExitStack):
-    """A context that measures the peak of a device: by its allocator, on a CPU by a `StorageMeter`.
+    """A context that measures the peak of a device: by its allocator, on a CPU by a `StorageMeter`."""
 
-    ``held`` are tensors that exist before, such as parameters, which a CPU's meter does not see.
-    """
+    # ``held`` are tensors that exist before, such as parameters, which a CPU's meter does not see.
 
     def __init__(self, device: torch.device, held: list[Tensor]) -> None:
         super().__init__()

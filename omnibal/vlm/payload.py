@@ -87,10 +87,9 @@ class Payload:
 
 @dataclass(frozen=True)
 class SentTensors:
-    """Which tensors of a payload pass a cut between two layers, in the order in which they are sent.
+    """Which tensors of a payload pass a cut between two layers, in the order in which they are sent."""
 
-    Hidden states come first, then features, then integers, ``cu_seq_lens`` last, where ``counts_of`` finds them.
-    """
+    # Hidden states come first, then features, then integers, ``cu_seq_lens`` last, where ``counts_of`` finds them.
 
     # DeepSpeed wants the same number and dtypes of tensors for every micro-batch at a cut. Features that no later layer
     # reads are not sent: the stage behind the cut would owe gradients for them.
@@ -158,11 +157,9 @@ _EXPENSIVE = {
 
 
 def run_layer(layer: nn.Module, payload: Payload, level: Level) -> Payload:
-    """Run a layer forward, keeping for its backward pass what the level says; the same bits at every level.
-
-    ``"none"`` keeps all that autograd saves, ``"selective"`` the input and the results of matrix products and
-    attention, ``"full"`` the input alone.
-    """
+    """Run a layer forward, keeping for its backward pass what the level says; the same bits at every level."""
+    # ``"none"`` keeps all that autograd saves, ``"selective"`` the input and the results of matrix products and
+    # attention, ``"full"`` the input alone.
     # A layer that computes its gradients in the forward pass (``at_once``) keeps them at every level: recomputing would
     # compute them twice.
     if level == "none" or getattr(layer, "at_once", False) or not torch.is_grad_enabled():
@@ -207,10 +204,9 @@ def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 
 class WeightGradients:
-    """Weight gradients that wait for their turn, in the order in which backward passes deferred them.
+    """Weight gradients that wait for their turn, in the order in which backward passes deferred them."""
 
-    Those that wait keep at most ``budget_bytes``; None is no limit, and with 0 none waits.
-    """
+    # Those that wait keep at most ``budget_bytes``; None is no limit, and with 0 none waits.
 
     def __init__(self, *, budget_bytes: int | None = None, accumulate: Accumulate = add_gradient) -> None:
         self.budget_bytes = budget_bytes

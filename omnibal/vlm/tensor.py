@@ -135,11 +135,10 @@ class TokenParts(NamedTuple):
 
 
 class SharedTokens:
-    """The hidden states of one transformer block, of whose tokens each tensor rank has a part.
+    """The hidden states of one transformer block, of whose tokens each tensor rank has a part."""
 
-    ``own`` and ``whole`` stand at the block's ends, ``gathered`` in front of column layers, ``scattered`` behind row
-    layers.
-    """
+    # ``own`` and ``whole`` stand at the block's ends, ``gathered`` in front of column layers, ``scattered`` behind row
+    # layers.
 
     def __init__(self, ranks: TensorGroup) -> None:
         self.ranks = ranks

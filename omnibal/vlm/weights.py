@@ -68,11 +68,9 @@ def load_layer(
     source: str | Path | Mapping[str, Tensor],
     slices: Mapping[str, Slice] = MappingProxyType({}),
 ) -> None:
-    """Fill one layer with its weights from a Hugging Face folder or a ``state_dict()``, reading no other tensor.
-
-    ``module`` is what ``model.build_layer(index, …)`` gave; its dtype and device stay, and so do adapters. ``slices``
-    are those of a tensor rank, whose layer has them only.
-    """
+    """Fill one layer with its weights from a Hugging Face folder or a ``state_dict()``, reading no other tensor."""
+    # ``module`` is what ``model.build_layer(index, …)`` gave; its dtype and device stay, and so do adapters. ``slices``
+    # are those of a tensor rank, whose layer has them only.
     # The names of all tensors are checked against the whole model, so that a wrong folder fails alike on every rank.
     stored, shapes = _stored_weights(model, source), model.shapes()
     targets = module.state_dict()
@@ -111,11 +109,9 @@ def save_model(
     spare: Mapping[str, Tensor] | None = None,
     names: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Write a Hugging Face folder: ``config.json`` and safetensors, in shards with an index if more than one.
-
-    ``state_of`` goes from a layer's index to its ``state_dict()``, and is called once per layer, in order. ``spare`` is
-    what ``spare_weights`` gave, ``names`` what ``other_names`` gave. Weights of an earlier save in the folder go.
-    """
+    """Write a Hugging Face folder: ``config.json`` and safetensors, in shards with an index if more than one."""
+    # ``state_of`` goes from a layer's index to its ``state_dict()``, and is called once per layer, in order. ``spare``
+    # is what ``spare_weights`` gave, ``names`` what ``other_names`` gave. Weights of an earlier save in the folder go.
     # At most one shard and one layer are in memory at a time. A tied head is not written twice.
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -43,10 +43,9 @@ def measured_before(trainer: Trainer, settings: TrainerSettings) -> ModelProfile
 
 
 class PassTimer:
-    """Marks of each micro-batch's passes: forward and backward, where the LLM begins and where its gradient is known.
+    """Marks of each micro-batch's passes: forward and backward, where the LLM begins, where its gradient is known."""
 
-    No mark waits for the device. The parts are read off the LLM's call, whose input all encoders' work flows into.
-    """
+    # No mark waits for the device. The parts are read off the LLM's call, whose input all encoders' work flows into.
 
     def __init__(self, model: Any, device: torch.device) -> None:
         language = language_of(model)
@@ -111,12 +110,11 @@ def passes_of(marks: Mapping[str, Mark], load: tuple[float, ...], profile: Model
 
 
 class CalibratesCosts(TrainerCallback):  # type: ignore[misc]
-    """Times steps 3 to 20, has the ranks share the times once, and says by how much the promise was off.
+    """Times steps 3 to 20, has the ranks share the times once, and says by how much the promise was off."""
 
-    Packs stay as they are: they depend on data and seed alone, not on how busy a machine was. The next run into the
-    same ``output_dir`` finds the costs there and promises by them. ``promise`` says what packs gain by given costs,
-    ``source`` where the costs of the first promise came from.
-    """
+    # Packs stay as they are: they depend on data and seed alone, not on how busy a machine was. The next run into the
+    # same ``output_dir`` finds the costs there and promises by them. ``promise`` says what packs gain by given costs,
+    # ``source`` where the costs of the first promise came from.
 
     def __init__(
         self,

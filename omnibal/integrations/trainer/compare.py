@@ -244,11 +244,9 @@ def spread(count: int) -> list[int]:
 
 
 def spread_packs(sampler: PackSampler) -> None:
-    """Let a sampler's first steps be its fullest packs, on all ranks alike, and the others be spread over its epoch.
-
-    Ranks then run out of memory together, if they do: one alone would leave the others waiting for it. A single rank
-    has the fullest pack last in each of these steps, beside gradients, and others before it, as that takes less time.
-    """
+    """Let a sampler's first steps be its fullest packs, on all ranks alike, and the others be spread over its epoch."""
+    # Ranks then run out of memory together, if they do: one alone would leave the others waiting for it. A single rank
+    # has the fullest pack last in each of these steps, beside gradients, and others before it, as that takes less time.
     planned, dealt, turns = sampler.step_packs, sampler.packs_of_step, spread(sampler.num_steps)
     looked = turns[:MOST_LOOKED_AT]
     loads = Load.stack([sampler.load(number) for number in looked])
@@ -279,11 +277,9 @@ def spread_packs(sampler: PackSampler) -> None:
 
 
 def spread_batches(trainer: Any, steps: int, lengths: SampleLengths | None) -> None:
-    """Let a trainer train batches that its own sampler makes, but steps of them that are spread over an epoch.
-
-    The fullest batches come first, on all ranks alike. A trainer with a loader of its own, or whose lengths are not
-    known, begins its epoch as it would.
-    """
+    """Let a trainer train batches that its own sampler makes, but steps of them that are spread over an epoch."""
+    # The fullest batches come first, on all ranks alike. A trainer with a loader of its own, or whose lengths are not
+    # known, begins its epoch as it would.
     args, strategy = trainer.args, trainer.args.train_sampling_strategy
     is_own = type(trainer).get_train_dataloader is Trainer.get_train_dataloader
     if lengths is None or not is_own or strategy == "batch_rebalance":  # whose sampler gives batches

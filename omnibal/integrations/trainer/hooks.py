@@ -196,10 +196,9 @@ def _leave_out_fillers(trainer: Trainer) -> None:
 
 
 class EndsWhenAsked(TrainerCallback):
-    """Lets all ranks save and end behind the step in which SIGTERM or Ctrl-C reached any of them.
+    """Lets all ranks save and end behind the step in which SIGTERM or Ctrl-C reached any of them."""
 
-    A callback hears nothing of an exception, which must give the signals their meaning back: ``train`` is wrapped.
-    """
+    # A callback hears nothing of an exception, which must give the signals their meaning back: ``train`` is wrapped.
 
     # Trainer's own enable_jit_checkpoint lets each rank decide by itself, and ranks may come to different steps.
     def __init__(self, trainer: Trainer) -> None:
@@ -220,13 +219,12 @@ class EndsWhenAsked(TrainerCallback):
 
 
 class ExactEvaluation:
-    """Lets a Trainer's ``evaluate`` and ``predict`` report Σ loss / Σ target tokens, each held-out sample once.
+    """Lets a Trainer's ``evaluate`` and ``predict`` report Σ loss / Σ target tokens, each held-out sample once."""
 
-    If a model accepts ``num_items_in_batch``, transformers 5.23 evaluates a batch to ranks · (sum of its losses) /
-    (target tokens of all ranks' batches), and then drops the ranks' repeated samples. The mean is right only if the
-    held-out set divides by ranks times batch; a model that ignores ``num_items_in_batch`` (Qwen2-Audio) gets ranks
-    times its loss.
-    """
+    # If a model accepts ``num_items_in_batch``, transformers 5.23 evaluates a batch to ranks · (sum of its losses) /
+    # (target tokens of all ranks' batches), and then drops the ranks' repeated samples. The mean is right only if the
+    # held-out set divides by ranks times batch; a model that ignores ``num_items_in_batch`` (Qwen2-Audio) gets ranks
+    # times its loss.
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

@@ -103,10 +103,8 @@ class Heads(NamedTuple):
 
 
 def use_newer(device: torch.device, heads: Iterable[Heads]) -> str:
-    """Activate flash-attention 3, else 4, if it computes on this device what torch's own does; say which one runs.
-
-    A kernel that a user has activated stays. One that fails, or gives other numbers, is not used, and named.
-    """
+    """Activate flash-attention 3, else 4, if it computes on this device what torch's own does; say which one runs."""
+    # A kernel that a user has activated stays. One that fails, or gives other numbers, is not used, and named.
     current: str | None = getattr(attention, "current_flash_attention_impl", lambda: None)()
     if current is not None:
         return NEWER.get(current, current)

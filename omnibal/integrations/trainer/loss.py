@@ -30,11 +30,10 @@ LEAST: Final = 1e-8
 
 
 class StepLoss:
-    """The loss of a transformers.Trainer's step: Σ weight · loss / Σ weight over target tokens of all ranks and packs.
+    """The loss of a Trainer's step: Σ weight · loss / Σ weight over target tokens of all ranks and packs."""
 
-    A router's loss is that of each pack, times the pack's share of the step's tokens that count. It is not taken over
-    the whole step: the first backward pass would wait for the last forward pass.
-    """
+    # A router's loss is that of each pack, times the pack's share of the step's tokens that count. It is not taken over
+    # the whole step: the first backward pass would wait for the last forward pass.
 
     def __init__(self, trainer: Any, settings: TrainerSettings, reduction: Reduction) -> None:
         if reduction not in POWERS:
