@@ -1,5 +1,7 @@
 """What all tests share."""
 
+import gc
+
 import pytest
 from hypothesis import settings
 
@@ -27,3 +29,9 @@ def _turn(item, marker):
     """The turn of a test, and its processes: those of a launch wait for the next one of as many."""
     cell = item.callspec.params.get("cell") if hasattr(item, "callspec") else None
     return marker.args[0] if marker else 0, getattr(cell, "num_processes", 2)
+
+
+def pytest_collection_finish(session):
+    """Collections of garbage, of which each training asks several, need not look at what imports have left."""
+    gc.collect()
+    gc.freeze()

@@ -310,6 +310,7 @@ def _work(folder):
         groups.mpu = None  # a pipeline's grid, which a later engine without a pipeline would take for its own
         forget_trainers(environment)
         gc.collect()
+        gc.freeze()  # what was imported meanwhile, too
         get_accelerator().empty_cache()  # which ranks of other launches need
         sys.stdout.flush()
         if ends:

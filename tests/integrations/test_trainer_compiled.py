@@ -20,7 +20,8 @@ RECOMPUTES = {"gradient_checkpointing": True}
 
 @pytest.fixture(autouse=True)
 def afresh(monkeypatch):
-    monkeypatch.setattr(kernels, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
+    # tests/packs/test_blocks.py compiles what runs backward, too
+    monkeypatch.setattr(kernels, "compile_blocks", partial(compile_blocks, backend="eager"))
     torch._dynamo.reset()
     counters.clear()
     yield
