@@ -348,6 +348,7 @@ _ROWS: Final[tuple[tuple[str, str] | None, ...]] = (
     (SOUND_ROW, "{0.dist_ratio_sound:.4f}"),
     ("Dist Ratio, LLM tokens", "{0.dist_ratio_tokens:.4f}"),
     ("Dist Ratio, LLM cost", "{0.dist_ratio_cost:.4f}"),
+    ("Dist Ratio, cost, at least", "{0.dist_ratio_least:.4f}"),
     ("χ² of steps (1: shuffled)", "{0.randomness:.2f}"),
     None,
     ("largest, {vision_unit}", "{0.largest[vision_units]:,}"),
@@ -377,5 +378,6 @@ def packing_notes(num_replicas: int) -> list[str]:
     notes = ["Pad Ratio: share of an LLM's tokens that are padding"]
     if num_replicas > 1:
         notes.append("Dist Ratio: share of the time that ranks wait for the one with the largest micro-batch")
+        notes.append("at least: what the costliest samples force, whoever gets the others")
     notes.append("χ² of steps: how unlike the mixes of sources (else lengths) are, a degree of freedom")
     return notes

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from omnibal.compiled import compiled
-from omnibal.cost import Load
+from omnibal.cost import FloatArray, Load
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packing_spec import DEFAULT_COST
@@ -215,6 +215,7 @@ class PackingFigures:
     dist_ratio_vision: float
     dist_ratio_tokens: float
     dist_ratio_cost: float  # Dist Ratio of what micro-batches cost the LLM
+    dist_ratio_least: float  # what of it the costliest samples force, however the others are dealt to their ranks
     dist_ratio_sound: float | None  # Dist Ratio of an encoder of sound beside the ViT; None where there is none
     # χ² per degree of freedom of the steps' mixes: 1 as shuffled, more where sorted; NaN with nothing to compare.
     randomness: float
@@ -277,6 +278,7 @@ def measure_packing(
         dist_ratio_vision=dist_ratio(load.vision_units[steps]),
         dist_ratio_tokens=dist_ratio(load.llm_tokens[steps]),
         dist_ratio_cost=dist_ratio(DEFAULT_COST(load)[steps]),
+        dist_ratio_least=_forced(DEFAULT_COST(load)[steps], _costliest(lengths, packs)[steps]),
         dist_ratio_sound=None if lengths.sound_units is None else dist_ratio(load.sound_units[steps]),
         randomness=step_randomness(source_mix(mix_labels(lengths), packs, steps)),
         largest={name: int(getattr(load, name).max(initial=0)) for name in LARGEST},
@@ -285,6 +287,22 @@ def measure_packing(
         over_limit=int((over & (packs.sizes > 1)).sum()),
         seconds=seconds,
     )
+
+
+def _costliest(lengths: SampleLengths, packs: Packs) -> FloatArray:
+    """What the costliest sample of each pack costs alone; 0 of an empty pack."""
+    alone = DEFAULT_COST(Packs(np.arange(len(lengths)), np.arange(len(lengths) + 1)).load(lengths))
+    found, filled = np.zeros(len(packs)), packs.sizes > 0
+    if filled.any():
+        found[filled] = np.maximum.reduceat(alone[packs.samples], packs.starts[:-1][filled])
+    return found
+
+
+def _forced(costs: FloatArray, costliest: FloatArray) -> float:
+    """The least Dist Ratio: ranks wait at least for the costliest sample of those that run at the same time."""
+    mean = costs.mean(axis=1)
+    least = np.maximum(costliest.max(axis=1, initial=0), mean)
+    return float((1 - np.divide(mean, least, out=np.ones_like(mean), where=least > 0)).mean()) if mean.size else 0.0
 
 
 def mix_labels(lengths: SampleLengths) -> IntArray:

@@ -16,8 +16,8 @@ from omnibal.workspace import FoundLengths, Workspace
 
 FIGURES = {
     "method", "samples", "packs", "empty_packs", "fewest_packs", "packs_over_fewest", "samples_per_pack", "steps",
-    "pad_ratio", "pad_ratio_if_padded", "dist_ratio_vision", "dist_ratio_tokens", "dist_ratio_cost", "dist_ratio_sound",
-    "randomness", "largest", "lost", "repeated", "over_limit", "seconds",
+    "pad_ratio", "pad_ratio_if_padded", "dist_ratio_vision", "dist_ratio_tokens", "dist_ratio_cost", "dist_ratio_least",
+    "dist_ratio_sound", "randomness", "largest", "lost", "repeated", "over_limit", "seconds",
 }  # fmt: skip
 
 

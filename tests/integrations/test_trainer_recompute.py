@@ -337,7 +337,7 @@ def test_memory_that_runs_out_says_how_to_free_fewer_layers(error, tmp_path, mon
     assert found.value.__notes__ == [REMEDY]
 
 
-def test_what_cannot_be_freed_is_left_alone_and_said(tmp_path, capsys):
+def test_what_cannot_be_freed_is_left_alone_and_said(tmp_path, capsys, monkeypatch):
     trainer = trainer_of("idefics3", tmp_path, **CHECKPOINTS)
     balance(trainer)
     assert "recomputation stays as it is: layers of Idefics3" in capsys.readouterr().out
@@ -345,6 +345,10 @@ def test_what_cannot_be_freed_is_left_alone_and_said(tmp_path, capsys):
     trainer.model.set_attn_implementation("eager")
     balance(trainer, LIMITS["internvl"], memory_gib=100.0)
     assert "recomputation stays as it is: eager attention keeps scores" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setattr("omnibal.integrations.trainer.recompute.GradientCheckpointingLayer", type("Unused", (), {}))
+        balance(trainer_of("internvl", tmp_path, **CHECKPOINTS), LIMITS["internvl"], memory_gib=100.0)
+    assert "recomputation stays as it is: the model's layers have no flag of their own" in capsys.readouterr().out
     trainer = trainer_of("internvl", tmp_path, **CHECKPOINTS)
     balance(trainer, LIMITS["internvl"], recompute="as_is", memory_gib=100.0)
     balance(trainer_of("internvl", tmp_path), LIMITS["internvl"], memory_gib=100.0)

@@ -12,6 +12,7 @@ from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import measure_packing, mix_labels
+from omnibal.data.packing_spec import DEFAULT_COST
 from omnibal.data.packs import Packs
 from omnibal.report.page import _by_rank, plot_rank_loads
 from tests.report.printed import text_of
@@ -34,10 +35,23 @@ def test_figures_of_two_packs_on_two_ranks():
     assert (figures.dist_ratio_vision, figures.dist_ratio_tokens) == (0.0, 0.0)
     cheap, dear = 50 * 24576 + 20**2 + 30**2, 50 * 24576 + 10**2 + 40**2
     assert figures.dist_ratio_cost == pytest.approx((dear - cheap) / (2 * dear) / 2)
+    assert figures.dist_ratio_least == 0  # no sample costs as much as the mean pack
     assert figures.pad_ratio == 0
     assert figures.pad_ratio_if_padded == pytest.approx((30 / 80 + 10 / 60) / 2)
     assert figures.largest == {"vision_units": 5, "llm_tokens": 50, "llm_tokens_squared": 10**2 + 40**2}
     assert (figures.lost, figures.repeated, figures.over_limit, figures.seconds) == (0, 0, 0, 0.5)
+
+
+def test_a_large_sample_forces_waits():
+    """The sample of 400 is longer than all others together: the least is what its rank takes with it alone."""
+    lengths = SampleLengths([1] * 4, [400, 10, 20, 30])
+    cost = DEFAULT_COST(Load(0, [400, 10, 20, 30], [400**2, 10**2, 20**2, 30**2]))
+    packs, steps = Packs.from_lists([[0, 1], [2, 3]]), np.array([[[0], [1]]])
+    figures = measure_packing("isf", lengths, LIMITS, packs, steps, seconds=0)
+    assert figures.dist_ratio_least == pytest.approx(1 - cost.sum() / 2 / cost[0])
+    assert figures.dist_ratio_least < figures.dist_ratio_cost
+    best = measure_packing("isf", lengths, LIMITS, Packs.from_lists([[0], [1, 2, 3]]), steps, seconds=0)
+    assert best.dist_ratio_cost == pytest.approx(best.dist_ratio_least) == pytest.approx(figures.dist_ratio_least)
 
 
 def test_faults_are_counted():
@@ -98,6 +112,7 @@ def test_nothing_is_lost_by_our_methods_and_records_are_json(count, ranks, metho
     figures = measure_packing(method, lengths, limits, epoch.packs, epoch.steps, seconds=0.0)
     assert (figures.lost, figures.repeated, figures.over_limit) == (0, 0, 0)
     assert figures.packs >= figures.fewest_packs
+    assert 0 <= figures.dist_ratio_least <= figures.dist_ratio_cost + 1e-12
     assert figures.packs + figures.empty_packs == figures.steps * ranks
     record = json.loads(json.dumps(figures.to_record(), allow_nan=False))
     assert record["samples_per_pack"] == count / figures.packs
