@@ -120,10 +120,8 @@ def gpu_name(device: torch.device) -> str | None:
 
 
 def device_gib(device: torch.device) -> float | None:
-    """What a run may take of the smallest device of all ranks, less a margin; None where one has no memory of its own.
-
-    All ranks together.
-    """
+    """What a run may take of the smallest device of all ranks, less a margin; None where one has no own memory."""
+    # All ranks together.
     own = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
     found = gather(own)
     totals = [total for total in found if total is not None]

@@ -260,10 +260,9 @@ def _left_as_given(model: Any) -> Iterator[None]:
 
 
 class FillsMemory(TrainerCallback):  # type: ignore[misc]
-    """Sets layers' flags while the trainer trains, keeps the choice in checkpoints, and corrects it once, as measured.
+    """Sets layers' flags while a trainer trains, keeps the choice in checkpoints, and corrects it once, as measured."""
 
-    Results do not depend on the choice, so that a run may go on with another one.
-    """
+    # Results do not depend on the choice, so that a run may go on with another one.
 
     def __init__(self, trainer: Trainer, choice: LayerChoice, packs: PacksCallback) -> None:
         self._trainer, self._choice, self._packs = trainer, choice, packs

@@ -30,11 +30,9 @@ SOUND: Final = "audio_tower"
 
 
 def counted_profile(model: Any, device_name: str | None, *, dtype: str = "bfloat16") -> ModelProfile | None:
-    """What the layers of a model of transformers or peft cost, counted; None for a family that nobody has counted.
-
-    ``device_name`` is torch's; of a CPU, or of a device that nobody knows, costs are those of ``COUNTED_DEVICE``. What
-    is not trained has no backward pass to weights.
-    """
+    """What the layers of a model of transformers or peft cost, counted; None for a family that nobody has counted."""
+    # ``device_name`` is torch's; of a CPU, or of a device that nobody knows, costs are those of ``COUNTED_DEVICE``.
+    # What is not trained has no backward pass to weights.
     try:
         records = layer_records(as_tied(model.config.to_dict(), tied=is_tied(model)))
     except ConfigError:
