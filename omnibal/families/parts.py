@@ -23,11 +23,10 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """How tensor ranks share a module with weights.
+    """How tensor ranks share a module with weights."""
 
-    A *column* layer is cut by its outputs (``dim`` 0), a *row* layer by its inputs (``dim`` 1), whose products tensor
-    ranks add up (Shoeybi et al., Megatron-LM, 2019, section 3).
-    """
+    # A *column* layer is cut by its outputs (``dim`` 0), a *row* layer by its inputs (``dim`` 1), whose products tensor
+    # ranks add up (Shoeybi et al., Megatron-LM, 2019, section 3).
 
     by: Literal["heads", "kv_heads", "intermediate", "hidden", "inner", "shuffled", "vocab"]
     """The size of the layer's record that counts the units which ranks share out."""

@@ -23,11 +23,10 @@ _END: Final = object()
 
 
 class Share(NamedTuple):
-    """Which packs of a step a rank reads: of all, in the order of their numbers, every ``num_shares``-th.
+    """Which packs of a step a rank reads: of all, in the order of their numbers, every ``num_shares``-th."""
 
-    Micro-batch m of the sampler's rank d has the number ``n = m · ranks + d`` (`omnibal.pipeline.schedule`): share d
-    of as many shares as there are ranks is what the sampler gives rank d.
-    """
+    # Micro-batch m of the sampler's rank d has the number ``n = m · ranks + d`` (`omnibal.pipeline.schedule`): share d
+    # of as many shares as there are ranks is what the sampler gives rank d.
 
     number: int
     num_shares: int

@@ -203,10 +203,8 @@ class RearrangingLoader:
     def _gather(
         self, told: tuple[list[IntArray], RowKinds] | DataError, step: int
     ) -> tuple[list[list[IntArray]], RowKinds]:
-        """Sizes of the micro-batches of all ranks, each (len(told), samples), and the largest rows of inputs.
-
-        A rank that has failed (a DataError in place of what it has drawn) or is at another step ends all ranks.
-        """
+        """Sizes of the micro-batches of all ranks, each (len(told), samples), and the largest rows of inputs."""
+        # A rank that has failed (a DataError in place of what it has drawn) or is at another step ends all ranks.
         own = told if isinstance(told, DataError) else (step, *told)
         gathered: list[Any] = gather(own, group=self._group)
         rows = []

@@ -68,11 +68,8 @@ NOT_PACKED: Final = ("audio", "speech", "sound")
 
 
 def attend_by_bounds(model: nn.Module) -> Callable[[], None] | None:
-    """Let the LLM of a model of transformers attend by the bounds of samples, where it would make a mask.
-
-    Returns:
-        What undoes that; None if attention is not "sdpa", images are seen whole, or torch has no kernel for packs yet.
-    """
+    """Let the LLM of a model of transformers attend by bounds of samples, not by a mask; return what undoes that."""
+    # None if attention is not "sdpa", images are seen whole, or torch has no kernel for packs yet.
     base = transformers_model(model)
     is_known = "transformers" in sys.modules and isinstance(base, sys.modules["transformers"].PreTrainedModel)
     if not is_known or Version(torch.__version__) < VARLEN_FLOOR or any(map(_sees_images_whole, base.modules())):

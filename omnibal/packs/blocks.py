@@ -33,18 +33,10 @@ class CompiledBlocks(NamedTuple):
 
 
 def compile_blocks(model: nn.Module, *, backend: Any = "inductor") -> CompiledBlocks:
-    """Compile the blocks of a model's encoders and LLM one by one, as they run where they are trained.
-
-    All blocks of a class share their graphs. Hooks on blocks and around them stay outside. Evaluation and generation
-    run as before. Call it when layers that keep samples apart are in place (``check_packed``): blocks that attend image
-    by image, or whose layers run sample by sample, count in Python what a pack holds, and are left.
-
-    Args:
-        backend: What ``torch.compile`` takes.
-
-    Raises:
-        ConfigError: The model has no block that can be compiled.
-    """
+    """Compile the blocks of a model's encoders and LLM one by one, as they run where they are trained."""
+    # All blocks of a class share their graphs. Hooks on blocks and around them stay outside. Evaluation and generation
+    # run as before. Call it when layers that keep samples apart are in place (``check_packed``): blocks that attend
+    # image by image, or whose layers run sample by sample, count in Python what a pack holds, and are left.
     found = CompiledBlocks([], [])
     forwards: dict[type, Callable[..., Any]] = {}
     for block in blocks_of(model):

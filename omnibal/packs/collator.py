@@ -298,10 +298,9 @@ class PaddedCollator(SampleCollator):
 
 
 class RowCollator(PackCollator):
-    """Samples one by one, to become rows of a batch that is padded behind: for models that cannot pack.
+    """Samples one by one, to become rows of a batch that is padded behind: for models that cannot pack."""
 
-    ``positions`` is what ``positions_of(config)`` gives.
-    """
+    # ``positions`` is what ``positions_of(config)`` gives.
 
     @property
     def num_positions(self) -> int:

@@ -25,11 +25,10 @@ from omnibal.feeds.sampler import BalancedBatchSampler
 
 
 class Pack(list[int]):
-    """Samples of a pack, and fillers: samples that are run along without their targets.
+    """Samples of a pack, and fillers: samples that are run along without their targets."""
 
-    Alone in its part of the sequence and without targets, a filler adds zeros to the gradients. It is there for the
-    ViT, which some ranks would else not run, or not on images or videos; or for a pack that holds nothing.
-    """
+    # Alone in its part of the sequence and without targets, a filler adds zeros to the gradients. It is there for the
+    # ViT, which some ranks would else not run, or not on images or videos; or for a pack that holds nothing.
 
     weight = 0.0
     """``token_weight`` of the step."""
@@ -95,10 +94,8 @@ class PackSampler(BalancedBatchSampler):
         return self.step_packs(step)
 
     def load(self, step: int) -> Load:
-        """What the packs of a step hold, fillers aside, in arrays of shape (ranks, micro-batches).
-
-        All tokens count as targets: what a host gains by its head, it gains without balance as well.
-        """
+        """What the packs of a step hold, fillers aside, in arrays of shape (ranks, micro-batches)."""
+        # All tokens count as targets: what a host gains by its head, it gains without balance as well.
         load = self.step(step).load
         sizes = load.vision_units, load.llm_tokens, load.llm_tokens_squared, load.vision_squared
         return Load(*sizes, sound_units=load.sound_units)
@@ -250,11 +247,9 @@ class PlannedLoads:
         found: Sequence[tuple[int | None, ...]],
         vision_units: tuple[int, int, int] | None = None,
     ) -> None:
-        """Compare the loads of a pack's samples with the plan, or ``vision_units`` of all of them together.
-
-        Those are all vision units, the ones of videos, and sound units. A sample's own vision units may be None, as
-        where a padded batch has the images of all of its samples.
-        """
+        """Compare the loads of a pack's samples with the plan, or ``vision_units`` of all of them together."""
+        # Those are all vision units, the ones of videos, and sound units. A sample's own vision units may be None, as
+        # where a padded batch has the images of all of its samples.
         lengths = self._lengths
         known = [each for each in (lengths.vision_units, lengths.llm_tokens, lengths.target_tokens) if each is not None]
         for sample, loads in zip(samples, found, strict=True):

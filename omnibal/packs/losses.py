@@ -187,11 +187,8 @@ class HeadOnTargets:
 
 @contextmanager
 def head_on_targets(model: Any, targets: tuple[Tensor, Tensor | None]) -> Iterator[HeadOnTargets]:
-    """Within the block, a model's head gives the sum of its targets' losses; then the model is what it was.
-
-    Yields:
-        The head; ``is_used`` tells, when the model's forward pass is done, whether the output's logits are that sum.
-    """
+    """Within the block, a model's head gives the sum of its targets' losses; then the model is what it was."""
+    # ``is_used`` of the head tells, when the model's forward pass is done, whether the output's logits are that sum.
     own = vars(model.lm_head)
     before = {name: value for name, value in own.items() if name == "forward"}
     head = HeadOnTargets(model, lambda: targets)

@@ -172,11 +172,8 @@ def _leaks_states(found: PackingCheck) -> bool:
 
 
 def _check_long_rows(model: torch.nn.Module) -> bool:
-    """Check what only long samples show, in a small model of the same kind for which those of a few words are long.
-
-    Returns:
-        Whether attention by bounds was exact there: kernels know windows, but no chunks.
-    """
+    """Check what only long samples show, in a small model of the same kind for which those of a few words are long."""
+    # Returns whether attention by bounds was exact there: kernels know windows, but no chunks.
     base = transformers_model(model)
     refuse_other_parts(base)
     long = shown_by_samples(base)

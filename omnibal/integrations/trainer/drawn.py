@@ -45,12 +45,11 @@ STREAM: Final = "omnibal_stream_{rank}.pt"
 
 
 class Stream:
-    """This rank's draws of a stream that is the same on all ranks: of n ranks each gets every n-th sample.
+    """This rank's draws of a stream that is the same on all ranks: of n ranks each gets every n-th sample."""
 
-    Where a stream's shards can be dealt (``datasets.IterableDataset``), a rank reads its own ones alone. If it has
-    ``state_dict`` and ``load_state_dict`` and no workers read it, this has them too. A draw holds ``size`` samples;
-    without a size, single samples are drawn. ``options`` are those of the DataLoader that reads the stream.
-    """
+    # Where a stream's shards can be dealt (``datasets.IterableDataset``), a rank reads its own ones alone. If it has
+    # ``state_dict`` and ``load_state_dict`` and no workers read it, this has them too. A draw holds ``size`` samples;
+    # without a size, single samples are drawn. ``options`` are those of the DataLoader that reads the stream.
 
     def __init__(self, dataset: Any, size: int | None, rank: int, num_ranks: int, options: Mapping[str, Any]) -> None:
         if hasattr(dataset, "num_shards"):

@@ -145,12 +145,8 @@ class LayerChoice:
     def best_size(
         self, lengths: SampleLengths, size: StepSize, batch_size: int, fit: Callable[[int], StepSize]
     ) -> StepSize:
-        """The packs at hand, or smaller ones that recompute less, if that makes up for their number.
-
-        Args:
-            size: Limits and micro-batches for ``batch_size`` samples a pack.
-            fit: Limits and micro-batches for fewer samples a pack.
-        """
+        """The packs at hand, or smaller ones that recompute less, if that makes up for their number."""
+        # ``size`` is for ``batch_size`` samples a pack; ``fit`` finds limits and micro-batches for fewer.
 
         def seconds_of(size: StepSize) -> float:
             return self.seconds(lengths, self.levels(self.chosen(lengths, size.limits)))

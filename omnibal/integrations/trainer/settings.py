@@ -64,11 +64,8 @@ RULES: Final[Mapping[str, Rule]] = MappingProxyType(
 
 
 def refuse_values(args: Any, *, of_loader: bool = False) -> None:
-    """Refuse settings by their rules; a field that an older or newer transformers lacks is as it is by default.
-
-    Args:
-        of_loader: Whether only what a replaced loader would break is refused.
-    """
+    """Refuse settings by their rules, under ``of_loader`` only what a replaced loader would break."""
+    # A field that an older or newer transformers lacks is as it is by default.
     for name, rule in RULES.items():
         if of_loader and not rule.of_loader:
             continue
@@ -314,11 +311,9 @@ class TrainerSettings(NamedTuple):
         return self.all_rows is None
 
     def memory(self, memory_gib: float | None) -> RankMemory | None:
-        """What ranks hold, where they have so much memory each: by default what is counted of their devices.
-
-        All ranks together. None where memory is not asked: ``memory_gib`` is infinite, or by default on a CPU, for a
-        model whose layers are not counted, and where ranks share each tensor.
-        """
+        """What ranks hold, where they have so much memory each: by default what is counted of their devices."""
+        # All ranks together. None where memory is not asked: ``memory_gib`` is infinite, or by default on a CPU, for a
+        # model whose layers are not counted, and where ranks share each tensor.
         profile = self.counted
         if memory_gib is None and profile is not None and self.num_replicas == self.num_devices:
             memory_gib = device_gib(self.device)
