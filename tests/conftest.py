@@ -8,6 +8,7 @@ from hypothesis import settings
 # The first call of a compiled function takes long, and so may any on a busy machine.
 settings.register_profile("omnibal", deadline=None)
 settings.load_profile("omnibal")
+gc.disable()  # while tests are imported, and torch with them
 
 
 def pytest_collection_modifyitems(config, items):
@@ -35,3 +36,4 @@ def pytest_collection_finish(session):
     """Collections of garbage, of which each training asks several, need not look at what imports have left."""
     gc.collect()
     gc.freeze()
+    gc.enable()
