@@ -1,12 +1,9 @@
 """The commands on the pages run as they stand there, on tiny data in one folder."""
 
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,7 @@ from omnibal.demo import write_demo
 from omnibal.planner import packings
 from omnibal.vlm import load_model
 from omnibal.vlm.weights import save_model
+from tests.engine.launch import launch
 
 pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).parents[2]
@@ -112,10 +110,9 @@ def test_a_command_of_a_page_runs(folder, command):
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, result.output
         return
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of an environment that is not activated, too
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": path}
-    done = subprocess.run([program, *words], cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    # DeepSpeed's launcher itself: tests/launch/test_quickstart.py.
+    assert program == "deepspeed"
+    launch(1, "tests.engine.cases:run_script", words, folder)  # the plan is of one device
 
 
 def test_every_reason_for_not_running_is_needed():

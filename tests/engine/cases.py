@@ -2,8 +2,10 @@
 
 import os
 import resource
+import runpy
 import shutil
 import signal
+import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import cycle, islice
@@ -36,6 +38,8 @@ from tests.vlm.families import family_samples, pack_of
 from tests.vlm.test_weights import Payload
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
+RESUMED_COPIES = 3
+"""Of the small samples in runs that are killed and go on: an epoch has three to five steps."""
 
 
 class FixedPacks:
@@ -291,8 +295,11 @@ def changed(config, section, **values):
 
 
 def train(config, first_step, last_step, folder, save_at=None):
-    """Train from one step to another; losses, learning rates, weights, and what the last evaluation said."""
-    dataset = SmallDataset()
+    """Train from one step to another; losses, learning rates, weights, and what an evaluation says that has gone on.
+
+    A run that saves on its way is to be killed, and says nothing.
+    """
+    dataset = SmallDataset(RESUMED_COPIES)
     engine, _, loader, scheduler = initialize(config=config, dataset=dataset)
     epochs, sampler = config["omnibal"]["run"]["epochs"], loader.feed.sampler
     assert scheduler.total_num_steps == loader.steps_left(epochs)
@@ -306,8 +313,12 @@ def train(config, first_step, last_step, folder, save_at=None):
         samples.append((engine.last_step.epoch, engine.last_step.index, engine.last_step.num_samples))
         if engine.global_steps == save_at:
             engine.save_checkpoint(folder)
-    held_out = engine.evaluate(engine.held_out_loader(dataset))
-    engine.save_checkpoint(folder / "end")
+    if save_at is not None:
+        return None
+    held_out = None
+    if first_step:
+        held_out = engine.evaluate(engine.held_out_loader(dataset))
+        engine.save_checkpoint(folder / "end")
     return {
         "losses": losses,
         "rates": rates,
@@ -353,6 +364,14 @@ def train_and_save(configs, steps, folder):
         engine.save_checkpoint(Path(folder) / str(number), "end")
         found.append({"losses": losses, "weights": weights_of(engine)})
     return found
+
+
+def run_script(words, folder):
+    """Run a script, with its arguments, as a launcher does in a folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", words)
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def train_all(configs, *arguments):

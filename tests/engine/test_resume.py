@@ -5,12 +5,12 @@ import torch
 from transformers import InternVLForConditionalGeneration
 
 from omnibal.engine.checkpoint import export, latest_checkpoint
-from tests.engine.cases import SmallDataset, changed, settings
+from tests.engine.cases import RESUMED_COPIES, SmallDataset, changed, settings
 from tests.engine.launch import launch
 from tests.engine.small import plain_results, save_small_model, small_samples
 
 pytestmark = [pytest.mark.distributed, pytest.mark.cluster(2, together=True)]
-LAST_STEP, SAVED_AT, KILLED_AT = 11, 6, 8
+LAST_STEP, SAVED_AT, KILLED_AT = 7, 4, 6
 BF16 = {"bf16": {"enabled": True}}
 SETTINGS = ((True, 2, 1, {}), (False, 1, 0, {}), (False, 2, 1, BF16), (True, 1, 1, BF16))
 """Tied or not, stages, ZeRO, precision; the last one is of tensor ranks."""
@@ -57,7 +57,7 @@ def test_epochs_follow_one_another_and_show_every_sample(runs):
         in_turn = [(epoch, index) for epoch, number in enumerate(steps) for index in range(number)]
         assert [step[:2] for step in run["samples"]] == in_turn[:LAST_STEP]
         assert run["steps_left"] == len(in_turn) - LAST_STEP
-        assert sum(samples for epoch, _, samples in run["samples"] if epoch == 0) == len(SmallDataset())
+        assert sum(samples for epoch, _, samples in run["samples"] if epoch == 0) == len(SmallDataset(RESUMED_COPIES))
 
 
 def test_only_the_first_stage_decodes_images(runs):
@@ -85,6 +85,6 @@ def test_evaluation_and_export_equal_plain_transformers(runs):
         loss, accuracy = plain_results(model, samples)
         assert run["held_out"] == resumed[0][number]["held_out"]
         assert run["held_out"].loss == pytest.approx(loss, rel=2e-2 if is_half else 1e-5)
-        assert run["held_out"].samples == len(SmallDataset())
+        assert run["held_out"].samples == len(SmallDataset(RESUMED_COPIES))
         if not is_half:
             assert run["held_out"].accuracy == pytest.approx(accuracy)
