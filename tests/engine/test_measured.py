@@ -21,7 +21,7 @@ from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from omnibal.planner.packings import Packing, spread_steps
 from omnibal.planner.search import predict
-from omnibal.profile.calibration import STEPS, Calibration
+from omnibal.profile.calibration import Calibration
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import every_layer
 from omnibal.report.training import read_metrics
@@ -34,22 +34,24 @@ from tests.engine.small import NUM_LAYERS, save_small_model
 pytestmark = pytest.mark.distributed
 HEADS = ("num_attention_heads", "num_key_value_heads")
 LIMITS, CUT = PackLimits(4, 48), 5
+STEPS = 8
+"""Behind so many costs are fitted here, in place of a run's 20."""
 
 
 def timed_runs(configs):
     """What this rank says of runs on a clock whose every mark is a second behind the one before."""
     seconds, said = itertools.count(), []
-    real = measured.mark, train_file.tqdm
+    real = measured.mark, train_file.tqdm, train_file.STEPS
 
     class Bar(train_file.tqdm):
         def write(self, text):
             said.append(text)
 
-    measured.mark, train_file.tqdm = lambda device: float(next(seconds)), Bar
+    measured.mark, train_file.tqdm, train_file.STEPS = lambda device: float(next(seconds)), Bar, STEPS
     try:
         engines = [train(config, dataset=SmallDataset()) for config in configs]
     finally:
-        measured.mark, train_file.tqdm = real
+        measured.mark, train_file.tqdm, train_file.STEPS = real
     return said, [engine.stage_times for engine in engines]
 
 
@@ -62,6 +64,7 @@ def run_without_measures(config):
     told = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(errors.LOG, "warning", told.append)
+        patch.setattr(train_file, "STEPS", STEPS)
         for name in ("calibrate", "peak_text", "plot_training", "run_table"):
             patch.setattr(train_file, name, fails)
         patch.setattr(engine_file.MonitorMaster, "write_events", fails)
@@ -122,7 +125,7 @@ def test_passes_of_stages_correct_the_costs_that_a_plan_is_made_with(tmp_path):
     )
     assert left == left_behind == [None] * len(configs)
     check_untimed(tmp_path / "untimed", first, second)
-    told = [text for text in said if text.startswith("steps 3 to 20 measured: vision ")]
+    told = [text for text in said if text.startswith(f"steps 3 to {STEPS} measured: vision ")]
     assert len(told) == len(configs)
     assert "; a step was promised to take " in told[0]
     assert " s by measured costs, and took " in told[0]
