@@ -63,7 +63,7 @@ def asked_to_end(config, output, rank, number):
 
 def stands_still(config, rank, folder):
     """Train without end; this rank is stopped when it has been heard of in many steps."""
-    data = Signalled(signal.SIGSTOP, 90) if dist.get_rank() == rank else SmallDataset()
+    data = Signalled(signal.SIGSTOP, 50) if dist.get_rank() == rank else SmallDataset()
     engine, *_ = initialize(config=config, dataset=data)
     (Path(folder) / str(dist.get_rank())).write_text(str(os.getpid()))
     while True:

@@ -16,7 +16,9 @@ from omnibal.train import train
 from tests.engine.cases import changed, weights_of
 from tests.engine.small import IMAGE_TOKEN, PIXEL_SHAPE, TOKENS_PER_TILE, VOCABULARY, small_samples
 
-LAST_STEP, SAVED_AT, KILLED_AT = 8, 4, 6
+LAST_STEP, SAVED_AT, KILLED_AT = 6, 3, 4
+MOST_STEPS = 8
+"""By which sources that fail have failed."""
 
 
 def sample(number):
@@ -190,7 +192,7 @@ class Stuck(Finite):
 
 def failed(config):
     """What ranks hear of sources that fail while they are trained."""
-    one = changed(config, "data", mixture=None)
+    one = changed(changed(config, "data", mixture=None), "run", max_steps=MOST_STEPS)
     some = [sample(number) for number in range(60)]
     bad = sample(3) | {"labels": sample(4)["labels"][:2]}
     long = sample(3) | {name: sample(3)[name].repeat(20) for name in ("input_ids", "labels")}
@@ -211,7 +213,7 @@ def failed(config):
 def _trained(config, dataset):
     engine, _, loader, _ = initialize(config=config, dataset=dataset)
     loader.feed.filling.warn_seconds, loader.feed.filling.wait_seconds = 0.05, 0.3
-    for _ in range(LAST_STEP):
+    for _ in range(MOST_STEPS):
         engine.train_batch()
 
 
