@@ -271,9 +271,8 @@ def simulate_step(
         border = partition.boundaries[layout.encoder_stages]
         unit = Unit(border, layout.encoder.num_replicas, encoder_links or links)
     times = step_times(
-        profile, load, links, zero_stage=layout.zero_stage, recompute=recompute, num_replicas=layout.num_replicas,
-        unit=unit,
-    )  # fmt: skip
+        profile, load, links, zero_stage=layout.zero_stage, recompute=recompute, num_replicas=layout.num_replicas, unit=unit
+    )
     return _run_step(profile, times, partition, schedule, mode)
 
 
