@@ -20,13 +20,15 @@ def train_both(cases):
 
 def two_processes(cases, case, budgets):
     """The same, and all else that two processes show of a zero-bubble case; the step that fails comes last."""
+    both = train_both(cases)
+    engines = [engine_of(replace(case, schedule=schedule)) for schedule in ("1f1b", "zero-bubble")]
     return {
-        "both": train_both(cases),
+        "both": both,
         "budgets": [train(replace(case, pending_bytes=budget)) for budget in budgets],
         "no weights": train_without_weights(case),
-        "reads": [host_reads(replace(case, schedule=schedule)) for schedule in ("1f1b", "zero-bubble")],
-        "inputs": [inputs_alive(replace(case, schedule=schedule)) for schedule in ("1f1b", "zero-bubble")],
-        "evaluated": [losses_around(case, evaluates=evaluates) for evaluates in (False, True)],
+        "reads": [host_reads(engine) for engine in engines],
+        "inputs": [inputs_alive(engine) for engine in engines],
+        "evaluated": [both[cases.index(case)][1]["losses"], losses_around_an_evaluation(case)],
         "failed": failure(case, failing_stage=1),
     }
 
@@ -74,13 +76,12 @@ def train_without_weights(case):
         return train(case)
 
 
-def losses_around(case, *, evaluates):
+def losses_around_an_evaluation(case):
     """Losses of two steps, with an evaluation of the packs in another order between them."""
     engine = engine_of(case)
     losses = [engine.train_batch().item()]
-    if evaluates:
-        packs = [packs_of_rank[::-1] for packs_of_rank in case.packs]
-        engine.evaluate(engine_of(replace(case, packs=packs)).loader)
+    packs = [packs_of_rank[::-1] for packs_of_rank in case.packs]
+    engine.evaluate(engine_of(replace(case, packs=packs)).loader)
     return [*losses, engine.train_batch().item()]
 
 
@@ -98,9 +99,9 @@ class Reads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def host_reads(case):
+def host_reads(engine):
     """How often this stage's host asks for values in the instructions of a step's micro-batches, for each of these."""
-    engine, reads, tolist = engine_of(case), Reads(), torch.Tensor.tolist
+    reads, tolist = Reads(), torch.Tensor.tolist
     ends = (schedule.ReduceTiedGrads, schedule.ReduceGrads, schedule.OptimizerStep)
 
     def counted(instruction):
@@ -120,12 +121,13 @@ def host_reads(case):
         for kind, instruction in OmnibalEngine._INSTRUCTION_MAP.items()
     }
     engine.train_batch()
+    del engine._INSTRUCTION_MAP
     return reads.count / engine.micro_batches
 
 
-def inputs_alive(case):
+def inputs_alive(engine):
     """How many hidden states that this stage has received are alive at most when a forward pass begins."""
-    engine, received, counts = engine_of(case), [], []
+    received, counts = [], []
 
     def forward(engine, buffer_id, run=OmnibalEngine._exec_forward_pass):
         for tensors in (engine.pipe_buffers["inputs"][buffer_id], engine.pipe_recv_buf):
