@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import signal
 from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
 
@@ -15,27 +14,14 @@ from omnibal.vlm import load_model
 from tests.engine.cases import SmallDataset
 from tests.engine.small import PIXEL_SHAPE, small_config
 from tests.engine.test_reading_ahead import is_same, loader_of, steps_of
+from tests.engine.troubled import TroubledDataset
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.distributed
 
 
-class TroubledDataset(SmallDataset):
-    """The small samples, one of which ends the process that reads it, the first time, and one of which is broken."""
-
-    def __init__(self, *, once=None, broken=None, deadly=None):
-        super().__init__(copies=2)
-        self._once, self._broken, self._deadly = once, broken, deadly
-
-    def __getitem__(self, index):
-        if index == self._broken:
-            raise DataError(f"image must be decodable, got picture.png (sample {index})")
-        if self._once is not None and index == 3 and not self._once.exists():
-            self._once.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        if index == self._deadly:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(index)
+def troubled(**troubles):
+    return TroubledDataset(SmallDataset(copies=2), **troubles)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +52,7 @@ def test_a_sample_that_cannot_be_read_is_left_out_of_its_pack(cluster):
 
 
 def _leave_out():
-    dataset, reader = TroubledDataset(broken=5), PackReader(view="images", pixel_shape=PIXEL_SHAPE)
+    dataset, reader = troubled(broken=5), PackReader(view="images", pixel_shape=PIXEL_SHAPE)
     rules = SampleRules.of(load_model(small_config()))
     checked = CheckedSamples(dataset, dataset.lengths(), rules, "skip")
     packs = RayPacks(checked, [[4, 5], [6]], reader.collate, address="auto", count=2, pin=False)
@@ -77,7 +63,7 @@ def _leave_out():
 
 
 def _lose_a_reader(once):
-    dataset = TroubledDataset(once=once)
+    dataset = troubled(once=once)
     local, remote = loader_of(SmallDataset(copies=2), workers=0), loader_of(dataset, ray="auto")
     steps = local.steps_per_epoch + 2  # into the second epoch
     expected = steps_of(local, steps)
@@ -89,7 +75,7 @@ def _lose_a_reader(once):
 
 def test_what_cannot_be_read_is_named(cluster):
     with pytest.raises(DataError, match=r"^image must be decodable, got picture.png \(sample 5\)$"):
-        cluster(_read, TroubledDataset(broken=5))
+        cluster(_read, troubled(broken=5))
 
 
 @pytest.mark.slow  # four readers start one after another
@@ -97,7 +83,7 @@ def test_a_pack_that_no_reader_survives_is_named(cluster):
     with pytest.raises(
         DataError, match=r"samples \[.*\b5\b.*\] must be readable by Ray, whose readers died four times"
     ):
-        cluster(_read, TroubledDataset(deadly=5))
+        cluster(_read, troubled(deadly=5))
 
 
 def _read(dataset):
