@@ -11,7 +11,7 @@ from tests.engine.launch import launch
 from tests.engine.small import NUM_LAYERS, save_small_model
 
 pytestmark = pytest.mark.distributed
-STEPS = 6
+STEPS = 4
 # Cuts in the ViT, before and behind the projector, in the LLM, and before the head; the whole model first.
 CUTS = [(0, 10), (0, 2, 10), (0, 4, 10), (0, 5, 10), (0, 7, 10), (0, 9, 10)]
 RECOMPUTE = {(0, 5, 10): ("full",) * 3 + ("none",) * 4 + ("full",) * 3}
