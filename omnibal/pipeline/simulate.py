@@ -264,15 +264,15 @@ def simulate_step(
     if layout.is_spread:
         behind, own = language_partition(profile.layers, partition), encoder_links or links
         return _simulate_spread(profile, behind, load, layout, (own, links), recompute, schedule, mode)
-    unit = None
+    unit, border = None, partition.boundaries[layout.encoder_stages]
     if layout.encoder is not None:
         check_units(layout)
         load = Load.stack([numbered(load)])
-        border = partition.boundaries[layout.encoder_stages]
         unit = Unit(border, layout.encoder.num_replicas, encoder_links or links)
     times = step_times(
-        profile, load, links, zero_stage=layout.zero_stage, recompute=recompute, num_replicas=layout.num_replicas, unit=unit
-    )
+        profile, load, links, zero_stage=layout.zero_stage, recompute=recompute, num_replicas=layout.num_replicas,
+        unit=unit,
+    )  # fmt: skip
     return _run_step(profile, times, partition, schedule, mode)
 
 
