@@ -58,11 +58,17 @@ def pack_two(folder, **environment):
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True).stderr
 
 
-def test_who_waits_for_compilation_is_told_once(tmp_path):
-    assert (
-        pack_two(tmp_path, NUMBA_CACHE_DIR=str(tmp_path)).count("compiling omnibal's loops for this machine: once") == 1
-    )
-    assert pack_two(tmp_path, NUMBA_CACHE_DIR=str(tmp_path)) == ""
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A folder in which a process has kept compiled code, and what it said."""
+    folder = tmp_path_factory.mktemp("kept")
+    return folder, pack_two(folder, NUMBA_CACHE_DIR=str(folder))
+
+
+def test_who_waits_for_compilation_is_told_once(kept):
+    folder, said = kept
+    assert said.count("compiling omnibal's loops for this machine: once") == 1
+    assert pack_two(folder, NUMBA_CACHE_DIR=str(folder)) == ""
 
 
 def test_where_nothing_can_be_written_every_process_compiles_and_says_so(tmp_path):
@@ -71,15 +77,15 @@ def test_where_nothing_can_be_written_every_process_compiles_and_says_so(tmp_pat
         assert pack_two(tmp_path, **nowhere).count("some seconds in every process: no folder can be made for them") == 1
 
 
-def test_code_is_kept_where_only_its_user_can_write(tmp_path):
-    folder = tmp_path / "omnibal"
-    pack_two(tmp_path, NUMBA_CACHE_DIR=str(tmp_path))
+def test_code_is_kept_where_only_its_user_can_write(kept):
+    home, _ = kept
+    folder = home / "omnibal"
     assert folder.stat().st_mode & 0o777 == 0o700
     assert [*folder.rglob("*.nbi")]
     folder.chmod(0o770)
-    assert f"others can enter {folder} (mode 770; `chmod 700`" in pack_two(tmp_path, NUMBA_CACHE_DIR=str(tmp_path))
+    assert f"others can enter {folder} (mode 770; `chmod 700`" in pack_two(home, NUMBA_CACHE_DIR=str(home))
     folder.chmod(0o700)
-    assert pack_two(tmp_path, NUMBA_CACHE_DIR=str(tmp_path)) == ""
+    assert pack_two(home, NUMBA_CACHE_DIR=str(home)) == ""
 
 
 def test_code_in_a_folder_of_another_user_is_not_run(tmp_path):
