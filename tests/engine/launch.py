@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -52,6 +53,8 @@ KEPT_GROUPS = {"cpu": 3, "cuda": 2}
 """Each process holds some hundred megabytes, on a device too."""
 MOST_THREADS = {"cpu": 60, "cuda": 1000}
 """Of a process that waits: gloo's stay, some fifteen an engine, and each wakes up a hundred times a second."""
+IDLE_SECONDS = {"cpu": 10, "cuda": 600}
+"""Behind which processes that wait end: each takes a hundredth of a core, and the next ones are forked at once."""
 MOST_SECONDS = {"cpu": 600, "cuda": 180}
 """Of a function: time on a GPU is short, and a run that hangs would take all of it."""
 
@@ -66,7 +69,8 @@ def launch(num_processes, function, *arguments, timeout_seconds=None, accelerato
     Args:
         ends: Whether processes must end with the function, as where a stage leaves another one waiting.
     """
-    group = _groups.pop((num_processes, accelerator), None) or _Group(num_processes, accelerator)
+    key = num_processes, accelerator
+    group = _taken(key) or _Group(*key)
     try:
         results = group.run(function, arguments, timeout_seconds or MOST_SECONDS[accelerator], ends=ends)
     except BaseException:
@@ -75,10 +79,32 @@ def launch(num_processes, function, *arguments, timeout_seconds=None, accelerato
     if ends or group.num_threads > MOST_THREADS[accelerator]:
         group.end()
         return results
-    _groups[num_processes, accelerator] = group  # behind those that were used before
-    while len(_groups) > KEPT_GROUPS[accelerator]:
-        _groups.pop(next(iter(_groups))).end()
+    _groups[key] = group, next(_turns)  # behind those that were used before
+    for older in [*_groups][: -KEPT_GROUPS[accelerator]]:
+        if left := _taken(older):
+            left.end()
+    _end_when_idle(key, IDLE_SECONDS[accelerator])
     return results
+
+
+def _taken(key, turn=None):
+    """A group that waits, of this turn if one is named, for whoever asks first: a timer may be the other one."""
+    with _lock:
+        group, own = _groups.get(key, (None, None))
+        return _groups.pop(key)[0] if group and turn in (None, own) else None
+
+
+def _end_when_idle(key, seconds):
+    turn = _groups[key][1]
+
+    def end():
+        group = _taken(key, turn)
+        if group is not None:
+            group.end()
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
 
 
 def all_end(num_processes, function, *arguments, timeout_seconds=60):
@@ -143,7 +169,7 @@ class _Group:
             others = [rank for rank in range(len(results)) if rank not in failed[:1]]
             assert not failed, "\n".join(map(self._output, failed[:1] + others))
             assert time.monotonic() < deadline, "processes hang:\n" + "\n".join(map(self._output, range(len(results))))
-            time.sleep(0.02)
+            time.sleep(0.05)
         for log in self._folder.glob("log*.txt"):
             assert WITHOUT_GRADIENT not in log.read_text(), "a collective takes a tensor that requires a gradient"
         return [torch.load(path, map_location="cpu", weights_only=False) for path in results]
@@ -166,8 +192,8 @@ class _Group:
         self._name.cleanup()
 
 
-_groups = {}
-"""Those that wait, the one that was used last at the end."""
+_groups, _turns, _lock = {}, itertools.count(), threading.Lock()
+"""Those that wait, each with its turn, the one that was used last at the end."""
 
 
 _at_exit = contextlib.ExitStack()
@@ -176,8 +202,9 @@ atexit.register(_at_exit.close)
 
 @_at_exit.callback
 def _end_all():
-    for group in _groups.values():
-        group.end()
+    for key in [*_groups]:
+        if group := _taken(key):
+            group.end()
 
 
 def _environment(accelerator):
