@@ -35,7 +35,7 @@ SHAPES = [  # boundaries, packs of each replica
 
 BIG = [3] * 8 + [2] * 4  # samples of three tiles
 SPREAD = [  # boundaries, packs, ds_config, what is frozen
-    ((0, 7, 10), [[BIG, BIG, BIG]], {}, ()),
+    ((0, 7, 10), [[BIG, BIG]], {}, ()),
     ((0, 10), [[BIG, BIG], [BIG, BIG]], BF16, ()),
     ((0, 10), [[BIG, BIG], [BIG, BIG]], {}, ("vision",)),
 ]
