@@ -231,10 +231,10 @@ class Report:
         if change.gain is None:
             return f"{change.name}: not used, {change.detail}"
         if not change.brings:
+            small = "slower" if change.gain.factor + change.gain.error < 1 else "within the error"
             # The drop-in makes these together, so each counts even where it brings nothing alone.
             if not change.is_setting and change.name in ("head", "no padding", "balanced packs"):
-                return f"{change.name}: {change.gain}x ({change.detail}; packs need it, so it counts)"
-            small = "slower" if change.gain.factor + change.gain.error < 1 else "within the error"
+                return f"{change.name}: {change.gain}x ({change.detail}; {small} alone, but omnibal's packs need it)"
             return f"{change.name}: not used, {change.gain}x is {small} ({change.detail})"
         instead = "; packs take its place" if change in self.advice.replaced else ""
         return f"{change.name}: {change.gain}x ({change.detail}{instead})"

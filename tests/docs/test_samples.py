@@ -1,5 +1,6 @@
 """What pages show as printed is what is printed today, for the made-up lengths that they name."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
@@ -42,6 +43,23 @@ def test_what_advise_prints(tmp_path, monkeypatch):
     assert command.split("lengths ")[1] in (DOCS / "advise.md").read_text()
     printed = CliRunner().invoke(app, command.split()).stdout
     assert printed.strip() == sample_of("advise.md", "omnibal over your best settings")
+
+
+def gains_by_advise():
+    """Rows of the table of gains whose layers recompute as advise chooses: its first two cells, and both gains."""
+    rows = [line.strip("| ").split(" | ") for line in (DOCS / "advise.md").read_text().splitlines()]
+    return [row[:4] for row in rows if len(row) == 5 and row[4].startswith("`advise`") and " of " in row[1]]
+
+
+@pytest.mark.parametrize(("batches", "layers", "over_random", "over_settings"), gains_by_advise())
+def test_gains_in_one_table(tmp_path, batches, layers, over_random, over_settings):
+    patch_lengths(SAMPLES).save(tmp_path)
+    batch, accumulation = batches.split(", ")
+    recipe = f"--today zero3 --batch {batch} --accumulation {accumulation}"
+    command = f"advise {tmp_path} --model Qwen2.5-VL-7B --cluster {RANKS}xA100-80GB {recipe}"
+    printed = CliRunner().invoke(app, command.split()).stdout
+    assert re.match(rf"omnibal over your best settings: {over_settings} .*; over today: {over_random} ", printed)
+    assert layers.replace("all, ", "(") + " layers recompute)" in printed
 
 
 @pytest.mark.parametrize(
