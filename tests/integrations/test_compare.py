@@ -182,8 +182,8 @@ def test_a_table_has_the_columns_that_are_known(tmp_path):
     with console.capture() as shown:
         console.print(table_of(found))
     assert [line.split() for line in shown.get().splitlines() if line.strip(" ─")] == [
-        ["samples", "tokens", "times", "real", "loading"],
-        ["way", "/s", "/s", "±", "first", "tokens", "ms/step"],
+        ["samples", "tokens", "×", "real", "loading"],
+        ["way", "/s", "/s", "±", "row", "1", "tokens", "ms/step"],
         ["as", "today", "1.00", "20", "50.0%", "1.00", "67%", "100.0"],
         ["packs", "with", "a", "1.00", "20", "50.0%", "1.00", "67%", "100.0"],
         ["long", "name"],
