@@ -53,7 +53,7 @@ KEPT_GROUPS = {"cpu": 3, "cuda": 2}
 """Each process holds some hundred megabytes, on a device too."""
 MOST_THREADS = {"cpu": 60, "cuda": 1000}
 """Of a process that waits: gloo's stay, some fifteen an engine, and each wakes up a hundred times a second."""
-IDLE_SECONDS = {"cpu": 10, "cuda": 600}
+IDLE_SECONDS = {"cpu": 60, "cuda": 600}
 """Behind which processes that wait end: each takes a hundredth of a core, and the next ones are forked at once."""
 MOST_SECONDS = {"cpu": 600, "cuda": 180}
 """Of a function: time on a GPU is short, and a run that hangs would take all of it."""
