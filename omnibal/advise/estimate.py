@@ -275,7 +275,8 @@ class Estimate:
         busy: FloatArray = np.sum(list(costs.values()), axis=0)
         least = np.maximum(host_seconds(self.scenario.profile, recompute=recipe.recompute), busy)
         started = float((least - busy).sum())
-        costs = {phase: seconds * (least / busy) for phase, seconds in costs.items()}
+        longer = least / np.maximum(busy, np.finfo(float).tiny)  # an empty pack takes no phase any time
+        costs = {phase: seconds * longer for phase, seconds in costs.items()}
         waits = {phase: seconds.sum() for phase, seconds in wait(costs, recipe.sharding).items()}
         waited = float(sum(waits.values()))
         # A phase in which the last rank spends less makes up for a part of another one's waits.

@@ -59,6 +59,15 @@ def test_small_micro_batches_wait_for_their_host():
     assert few.samples_per_second < many.samples_per_second / 10
 
 
+@pytest.mark.parametrize("versions", [{}, {"torch": "2.13"}], ids=["computed costs", "measured costs"])
+def test_packs_without_samples_take_no_phase_any_time(versions):
+    """Eight samples in sixteen packs."""
+    few = scenario(SampleLengths([1] * 50, [300] * 50), replace(WHOLE, versions=versions), per_rank=1)
+    found = few.estimate(Recipe("ddp", batching="even", micro_batches=2))
+    assert (found.batches[0].loads.llm_tokens == 0).any()
+    assert np.isfinite(found.spent).all() and sum(found.shares.values()) == pytest.approx(1)
+
+
 def test_ranks_wait_most_where_they_meet_most():
     shares = [scenario().estimate(Recipe(sharding, "random", 4, 8)).shares for sharding in ("ddp", "zero2", "zero3")]
     waits = [share["waiting for others' ViT"] + share["waiting for others' LLM"] for share in shares]
