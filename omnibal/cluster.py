@@ -245,9 +245,10 @@ class Links:
 
     def __post_init__(self) -> None:
         _check_links(
-            self.latency_seconds, bandwidth_bytes_per_second=self.bandwidth_bytes_per_second,
+            self.latency_seconds,
+            bandwidth_bytes_per_second=self.bandwidth_bytes_per_second,
             reduce_bandwidth_bytes_per_second=self.reduce_bandwidth_bytes_per_second,
-        )  # fmt: skip
+        )
 
     @property
     def between_replicas(self) -> float:

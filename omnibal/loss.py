@@ -55,9 +55,13 @@ def targets_of(labels: Tensor) -> dict[str, Tensor]:
 
 
 def summed_loss(
-    head: LogitsOf, parameters: Sequence[nn.Parameter], rows: Tensor, targets: Tensor,
-    weights: Tensor | None = None, vocabulary: Vocabulary = WHOLE,
-) -> Tensor:  # fmt: skip
+    head: LogitsOf,
+    parameters: Sequence[nn.Parameter],
+    rows: Tensor,
+    targets: Tensor,
+    weights: Tensor | None = None,
+    vocabulary: Vocabulary = WHOLE,
+) -> Tensor:
     """Sum of the cross entropies of rows (targets, width), as of plain logits in float32; 0 of no rows.
 
     ``parameters`` are those of the head; ``weights`` are those of the rows' losses, by default 1.
@@ -104,9 +108,14 @@ class _SummedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, head: LogitsOf, vocabulary: Vocabulary, targets: Tensor, weights: Tensor | None,
-        rows: Tensor, *parameters: nn.Parameter,
-    ) -> Tensor:  # fmt: skip
+        context: Any,
+        head: LogitsOf,
+        vocabulary: Vocabulary,
+        targets: Tensor,
+        weights: Tensor | None,
+        rows: Tensor,
+        *parameters: nn.Parameter,
+    ) -> Tensor:
         total, by_chunk = torch.zeros((), device=rows.device), []
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         sums: list[Tensor] = []

@@ -154,8 +154,10 @@ def _under_own_plan(workspace: Workspace) -> Workspace:
     if dist.get_rank() == 0:
         LOG.warning(
             "The run goes on under the plan that it followed before, %s; %s has other packs or is no plan: restart "
-            "(--restart) begins anew under it", own, workspace.followed_plan,
-        )  # fmt: skip
+            "(--restart) begins anew under it",
+            own,
+            workspace.followed_plan,
+        )
     return replace(workspace, overrides=replace(workspace.overrides, plan=before))
 
 
@@ -228,9 +230,12 @@ def _begin(engine: OmnibalEngine, workspace: Workspace) -> MetricsLog | None:
 
 
 def _train(
-    engine: OmnibalEngine, run: RunSection, log: MetricsLog | None, evaluate: Callable[[tqdm], None],
+    engine: OmnibalEngine,
+    run: RunSection,
+    log: MetricsLog | None,
+    evaluate: Callable[[tqdm], None],
     request: EndRequest,
-) -> bool:  # fmt: skip
+) -> bool:
     """Train to the end of the last epoch, or to ``max_steps``; rank 0 has a log and shows the progress bar."""
     # The memory of the second step is measured: by then the optimizer has its state. The result is whether the last
     # step was reached, or a signal ended the run before.
@@ -238,9 +243,13 @@ def _train(
     last_step = run.max_steps or engine.global_steps + engine.loader.steps_left(run.epochs)
     first_step, timed = engine.global_steps, list[tuple[Step, float]]()
     bar = tqdm(
-        total=last_step, initial=first_step, disable=log is None, unit="step", dynamic_ncols=True,
+        total=last_step,
+        initial=first_step,
+        disable=log is None,
+        unit="step",
+        dynamic_ncols=True,
         mininterval=0.1 if sys.stderr.isatty() else LOG_SECONDS,
-    )  # fmt: skip
+    )
     while engine.global_steps < last_step:
         started, done = perf_counter(), engine.global_steps - first_step
         if done == WARM_UP and engine.resolved.layout.encoder is None:
@@ -289,10 +298,19 @@ def _log_step(engine: OmnibalEngine, log: MetricsLog, bar: tqdm, loss: float, se
     step = engine.last_step
     assert step is not None, "train_batch sets it"
     text = log.training_step(
-        step=engine.global_steps, epoch=step.epoch, loss=loss, learning_rate=engine.get_lr()[0],
-        seconds=seconds, data_seconds=engine.data_seconds, samples=step.num_samples, llm_tokens=step.llm_tokens,
-        balance=step.balance(), shares=dict(step.shares), oversized=dict(step.oversized), left_out=step.left_out,
-    )  # fmt: skip
+        step=engine.global_steps,
+        epoch=step.epoch,
+        loss=loss,
+        learning_rate=engine.get_lr()[0],
+        seconds=seconds,
+        data_seconds=engine.data_seconds,
+        samples=step.num_samples,
+        llm_tokens=step.llm_tokens,
+        balance=step.balance(),
+        shares=dict(step.shares),
+        oversized=dict(step.oversized),
+        left_out=step.left_out,
+    )
     bar.set_postfix_str(text, refresh=False)
     bar.update()
 
@@ -323,9 +341,12 @@ def _calibrate(
 
 
 def _evaluate(
-    engine: OmnibalEngine, held_out: Loader | None, log: MetricsLog | None, on_evaluation: OnEvaluation | None,
+    engine: OmnibalEngine,
+    held_out: Loader | None,
+    log: MetricsLog | None,
+    on_evaluation: OnEvaluation | None,
     bar: tqdm,
-) -> None:  # fmt: skip
+) -> None:
     if held_out is not None:
         result = engine.evaluate(held_out)
         if log is not None:

@@ -21,9 +21,14 @@ from omnibal.profile.records import Level, ModelProfile
 
 STARTING: Final = "starting kernels"  # of small micro-batches, whose host takes longer than the device
 CAUSES: Final = (
-    "useful", "padding", "waiting for others' ViT", "waiting for others' LLM", "recomputation", "communication",
+    "useful",
+    "padding",
+    "waiting for others' ViT",
+    "waiting for others' LLM",
+    "recomputation",
+    "communication",
     STARTING,
-)  # fmt: skip
+)
 """What the devices' time goes to; the update of the weights is useful."""
 SOUND: Final = "waiting for others' sounds"
 """A further cause where a model hears."""
@@ -63,10 +68,13 @@ class Recipe:
     def text(self) -> str:
         """The recipe in words."""
         batches = {
-            "random": f"batch {self.batch}", "group_by_length": f"batch {self.batch} by length",
+            "random": f"batch {self.batch}",
+            "group_by_length": f"batch {self.batch} by length",
             "batch_rebalance": f"batch {self.batch} on average, rebalanced",
-            "flattened": f"batch {self.batch} without padding", "packed": "random packs", "even": "balanced packs",
-        }[self.batching]  # fmt: skip
+            "flattened": f"batch {self.batch} without padding",
+            "packed": "random packs",
+            "even": "balanced packs",
+        }[self.batching]
         again = "gradient checkpointing" if self.recompute != "none" else "no gradient checkpointing"
         return f"{self.sharding}, {batches}, accumulation {self.micro_batches}, {again}"
 

@@ -108,7 +108,7 @@ def advise(
         measured = (ModelProfile if kind_of("--profile", costs) == "profile" else Calibration).load(costs)
     question = Question.read(
         data, machines, own.over(read_today(today)), model=model, images=images, max_image=max_image, costs=measured
-    )  # fmt: skip
+    )
     report = Report(question, question.answer(must_fit=not layouts))
     weighed = _weigh(question, report.advice) if layouts else None
     if plot is not None:

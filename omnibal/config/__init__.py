@@ -200,9 +200,14 @@ def check_apart_from_layout(config: dict[str, Any]) -> None:
 
 
 def resolve_plan(
-    config: dict[str, Any], section: OmnibalSection, named: Plan | None, records: Sequence[LayerRecord],
-    layout: Layout, lengths: SampleLengths | None, partition: Partition | None = None,
-) -> Plan:  # fmt: skip
+    config: dict[str, Any],
+    section: OmnibalSection,
+    named: Plan | None,
+    records: Sequence[LayerRecord],
+    layout: Layout,
+    lengths: SampleLengths | None,
+    partition: Partition | None = None,
+) -> Plan:
     """The plan that training follows: the one that the ds_config names, or what its keys spell out.
 
     Limits are chosen from ``lengths``, None for streams; ``partition`` is `partition_of` the run, where it is known.
@@ -281,9 +286,12 @@ def layout_of(config: dict[str, Any], num_stages: int, num_replicas: int) -> Lay
             "DeepSpeed's pipeline engine keeps gradients and parameters whole on each stage"
         )
     return Layout(
-        num_stages, num_replicas, zero_stage=zero_stage, precision=dtype_of(config),
+        num_stages,
+        num_replicas,
+        zero_stage=zero_stage,
+        precision=dtype_of(config),
         accumulate_float32=sums_in_float32(config),
-    )  # fmt: skip
+    )
 
 
 _FLOAT32_NAMES = ("fp32", "float32", "float", "torch.float32")

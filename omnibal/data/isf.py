@@ -71,9 +71,15 @@ def iterative_sampling_and_filtering(
 
 @compiled
 def _sample_and_filter(
-    order: IntArray, vision_units: IntArray, llm_tokens: IntArray, marks: tuple[int, int, int, int], keep_all: bool,
-    packed: IntArray, starts: IntArray, num_packs: int,
-) -> Any:  # fmt: skip
+    order: IntArray,
+    vision_units: IntArray,
+    llm_tokens: IntArray,
+    marks: tuple[int, int, int, int],
+    keep_all: bool,
+    packed: IntArray,
+    starts: IntArray,
+    num_packs: int,
+) -> Any:
     """Run one round over ``order``: write packs behind ``num_packs``, move what is left to the front of ``order``.
 
     The results are how many samples are left, and how many packs there are.

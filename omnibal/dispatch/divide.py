@@ -234,9 +234,15 @@ def _exchange(destination: IntArray, parts: FloatArray, shares: FloatArray, room
 
 @compiled
 def _exchange_best(
-    destination: IntArray, parts: FloatArray, shares: FloatArray, room: FloatArray, loads: FloatArray,
-    held: FloatArray, full: int, partner: int,
-) -> bool:  # fmt: skip
+    destination: IntArray,
+    parts: FloatArray,
+    shares: FloatArray,
+    room: FloatArray,
+    loads: FloatArray,
+    held: FloatArray,
+    full: int,
+    partner: int,
+) -> bool:
     """Make the one exchange between two ranks that lets squares fall most, if any does."""
     num_costs, num_limits = parts.shape[1], shares.shape[1]
     # All pairs of a sample of the full rank, and one of the partner's or -1, where nothing comes back.

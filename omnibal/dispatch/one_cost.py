@@ -175,9 +175,15 @@ def _deal(
 
 @compiled
 def _deal_keys(
-    keys: IntArray, sample_bits: int, loads: IntArray, rank_bits: int, coarse: int, square_bits: int,
-    square_shift: int, destination: IntArray,
-) -> None:  # fmt: skip
+    keys: IntArray,
+    sample_bits: int,
+    loads: IntArray,
+    rank_bits: int,
+    coarse: int,
+    square_bits: int,
+    square_shift: int,
+    destination: IntArray,
+) -> None:
     """Deal the samples of ``keys`` from the end, onto ``loads``; write their ranks to ``destination``.
 
     Ranks are compared by one integer: (load >> coarse, sum of (cost >> square_shift)², rank), from the upper bits down.

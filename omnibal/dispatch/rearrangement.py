@@ -207,9 +207,16 @@ def _placed(order: IntArray, starts: IntArray, nodes: IntArray, volumes: FloatAr
 
 @compiled
 def _relieve(
-    node_of: IntArray, sent: FloatArray, rank_starts: IntArray, wanted: IntArray, list_starts: IntArray,
-    holders: IntArray, volumes: FloatArray, ranks_per_node: int, trials: int,
-) -> None:  # fmt: skip
+    node_of: IntArray,
+    sent: FloatArray,
+    rank_starts: IntArray,
+    wanted: IntArray,
+    list_starts: IntArray,
+    holders: IntArray,
+    volumes: FloatArray,
+    ranks_per_node: int,
+    trials: int,
+) -> None:
     """Tabu search: in each round the rank that sends most gets one of its lists into its node, for one from there.
 
     Args:
@@ -276,9 +283,14 @@ def _growth(change: FloatArray, sent: FloatArray, here: np.int64, there: np.int6
 
 @compiled_part
 def _write_change(
-    change: FloatArray, come: np.int64, go: np.int64, node_of: IntArray, list_starts: IntArray, holders: IntArray,
+    change: FloatArray,
+    come: np.int64,
+    go: np.int64,
+    node_of: IntArray,
+    list_starts: IntArray,
+    holders: IntArray,
     volumes: FloatArray,
-) -> None:  # fmt: skip
+) -> None:
     """How much more ranks send if two lists exchange nodes: row 0 of the ranks where ``go`` is, row 1 of ``come``."""
     # A list that leaves a node adds what the node's ranks hold of it to what they send; one that comes takes it away.
     change[:] = 0.0

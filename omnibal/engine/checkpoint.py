@@ -47,11 +47,24 @@ NAMES_FILE: Final = "weight_names.json"
 # What a checkpoint takes from the model's folder, where anything may lie: other weights, checkpoints themselves.
 MODEL_FILES: Final = (
     "*config.json",  # of the model, its tokenizer and processors, generation
-    "tokenizer.json", "tokenizer.model*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
-    "merges.txt", "tekken.json", "*.tiktoken", "spiece.model", "sentencepiece.bpe.model",
-    "chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja",
-    "tokenization_*.py", "*processing_*.py", "configuration_*.py",  # tokenizers and processors with their own code
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer.model*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tekken.json",
+    "*.tiktoken",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    "tokenization_*.py",
+    "*processing_*.py",
+    "configuration_*.py",  # tokenizers and processors with their own code
+)
 
 
 class SavedFile(NamedTuple):

@@ -97,10 +97,15 @@ class OmnibalEngine(CheckpointedEngine):
     _skipped_in_a_row = 0
 
     def __init__(
-        self, *, resolved: ResolvedRun, plan: Plan, loader: Loader,
-        spare: Mapping[str, Tensor] = MappingProxyType({}), on_gradient: OnGradient | None = None,
+        self,
+        *,
+        resolved: ResolvedRun,
+        plan: Plan,
+        loader: Loader,
+        spare: Mapping[str, Tensor] = MappingProxyType({}),
+        on_gradient: OnGradient | None = None,
         **deepspeed_arguments: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         with replaced(deepspeed_engine, MonitorMaster=_ReportingMonitor):
             super().__init__(
                 table=plan.make_schedule() if plan.runs_table else None,
@@ -181,9 +186,12 @@ class OmnibalEngine(CheckpointedEngine):
         layout = self.resolved.layout
         replica = layout.position(self.global_rank).replica
         sampler = BalancedBatchSampler(
-            lengths, self.plan.limits, num_replicas=layout.num_replicas, micro_batches=self.plan.micro_batches,
+            lengths,
+            self.plan.limits,
+            num_replicas=layout.num_replicas,
+            micro_batches=self.plan.micro_batches,
             rank=replica % layout.num_replicas,  # encoders read by their share alone
-        )  # fmt: skip
+        )
         rules, broken = SampleRules.of(self.module.vlm), self.resolved.section.data.broken
         return self.loader.over(CheckedSamples(dataset, lengths, rules, broken), sampler)
 

@@ -200,8 +200,13 @@ def build_engine(
     is_first = dist.get_rank() == 0
     spare = run_on_all_ranks(lambda: spare_weights(resolved.vlm, source) if is_first else {})
     return engine_class(
-        resolved=resolved, plan=plan, loader=loader, spare=spare, on_gradient=own.on_gradient,
-        optimizer=own.optimizer, lr_scheduler=own.lr_scheduler,
+        resolved=resolved,
+        plan=plan,
+        loader=loader,
+        spare=spare,
+        on_gradient=own.on_gradient,
+        optimizer=own.optimizer,
+        lr_scheduler=own.lr_scheduler,
         model_parameters=module.parameter_groups(resolved.section.optimizer),
         args=None,  # of a command line, where DeepSpeed would look for its configuration
         model=module,
@@ -211,7 +216,7 @@ def build_engine(
         config=config._param_dict,
         config_class=config,
         **others,
-    )  # fmt: skip
+    )
 
 
 def warn_of_float32(device_name: str, dtype: str) -> None:

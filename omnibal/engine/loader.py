@@ -272,11 +272,15 @@ def training_loader(resolved: ResolvedRun, samples: Any) -> tuple[Plan, Loader]:
     view: View = "text" if position.stage == layout.num_stages - 1 else "nothing"
     reader = PackReader(
         share=Share(position.replica, layout.shape(position.stage)[0]) if layout.has_units else None,
-        view="images" if position.stage == 0 else view, pixel_shape=resolved.vlm.pixel_shape,
-        pixel_dtype=resolved.dtype, image_integers=resolved.vlm.image_integers,
-        positions=resolved.vlm.positions, workers=data.workers, ray=data.ray,
+        view="images" if position.stage == 0 else view,
+        pixel_shape=resolved.vlm.pixel_shape,
+        pixel_dtype=resolved.dtype,
+        image_integers=resolved.vlm.image_integers,
+        positions=resolved.vlm.positions,
+        workers=data.workers,
+        ray=data.ray,
         pin_memory=get_accelerator().device_name() == "cuda",
-    )  # fmt: skip
+    )
     # Samples with lengths are arranged by epochs; of a stream packs are planned as samples come.
     if hasattr(samples, "lengths"):
         return sample_loader(resolved, samples, position, reader)
@@ -308,9 +312,13 @@ def sample_loader(
                 warn_of_long_samples(resolved.vlm.config, lengths, plan.limits)
         options: PackingOptions = {**packing.options, "mixture": mixture}
         sampler = BalancedBatchSampler(
-            lengths, plan.limits, num_replicas=num_replicas, micro_batches=plan.micro_batches, **options,
+            lengths,
+            plan.limits,
+            num_replicas=num_replicas,
+            micro_batches=plan.micro_batches,
+            **options,
             rank=position.replica % num_replicas,  # an encoder with more replicas reads by its share alone
-        )  # fmt: skip
+        )
         checked = CheckedSamples(samples, lengths, SampleRules.of(resolved.vlm), data.broken)
         return plan, sampler, Loader(reader.feed(checked, sampler), reader, checked)
 
@@ -333,8 +341,11 @@ def warn_of_long_samples(config: Any, lengths: SampleLengths, limits: PackLimits
         LOG.warning(
             "samples should have at most the model's %d positions, got one of %d tokens, which is trained whole; a "
             "smaller omnibal.data.max_tiles makes samples shorter, omnibal.packing.oversized 'drop' leaves out those "
-            "beyond omnibal.packing.llm_tokens (%d)", positions, longest, limits.llm_tokens,
-        )  # fmt: skip
+            "beyond omnibal.packing.llm_tokens (%d)",
+            positions,
+            longest,
+            limits.llm_tokens,
+        )
 
 
 def warn_of_added_end(samples: Any) -> None:
@@ -367,11 +378,20 @@ def stream_loader(
     # Where the encoder has replicas of its own, these share the packs of a step.
     micro_batches = plan.micro_batches * resolved.layout.num_replicas // resolved.layout.shape(0)[0]
     settings = StreamSettings(
-        limits=plan.limits, micro_batches=micro_batches, buffer=buffer_of(micro_batches), num_steps=num_steps,
-        mixture=data.mixture, seed=packing.seed, oversized=packing.oversized,
-    )  # fmt: skip
+        limits=plan.limits,
+        micro_batches=micro_batches,
+        buffer=buffer_of(micro_batches),
+        num_steps=num_steps,
+        mixture=data.mixture,
+        seed=packing.seed,
+        oversized=packing.oversized,
+    )
     feed = PipelineStreamFeed(
-        sources if isinstance(sources, Mapping) else {"data": sources}, settings, layout=resolved.layout,
-        place=position, reader=reader, rules=SampleRules.of(resolved.vlm),
-    )  # fmt: skip
+        sources if isinstance(sources, Mapping) else {"data": sources},
+        settings,
+        layout=resolved.layout,
+        place=position,
+        reader=reader,
+        rules=SampleRules.of(resolved.vlm),
+    )
     return plan, Loader(feed, reader)

@@ -83,10 +83,13 @@ class PackReader:
         """A pack of samples as tensors, without those that cannot be read."""
         left_out = [sample[LEFT_OUT] for sample in samples if LEFT_OUT in sample]
         batch = pack_samples(
-            [sample for sample in samples if LEFT_OUT not in sample], pad_token_id=PAD_TOKEN_ID,
-            pixel_shape=self.pixel_shape, pixel_dtype=self.pixel_dtype, image_integers=self.image_integers,
+            [sample for sample in samples if LEFT_OUT not in sample],
+            pad_token_id=PAD_TOKEN_ID,
+            pixel_shape=self.pixel_shape,
+            pixel_dtype=self.pixel_dtype,
+            image_integers=self.image_integers,
             positions=self.positions if self.view == "images" else None,
-        )  # fmt: skip
+        )
         if left_out:
             batch[LEFT_OUT] = torch.frombuffer(bytearray(json.dumps(left_out).encode()), dtype=torch.uint8)
         return batch

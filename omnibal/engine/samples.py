@@ -67,11 +67,15 @@ class SampleRules:
         if isinstance(model.positions, MropeRule) and model.positions.video_token_id is not None:
             video_token = None  # videos are taken
         return cls(
-            vocabulary=int(config.text_config.vocab_size), image_token=int(config.image_token_id),
+            vocabulary=int(config.text_config.vocab_size),
+            image_token=int(config.image_token_id),
             tokens_per_tile=image_tokens_per_tile(model) if model.image_tokens is None else 0,
-            pixel_shape=model.pixel_shape, image_integers=model.image_integers, image_tokens=model.image_tokens,
-            positions=model.positions, video_token=-1 if video_token is None else int(video_token),
-        )  # fmt: skip
+            pixel_shape=model.pixel_shape,
+            image_integers=model.image_integers,
+            image_tokens=model.image_tokens,
+            positions=model.positions,
+            video_token=-1 if video_token is None else int(video_token),
+        )
 
     def problem(self, sample: Any, *, tiles: int, tokens: int, decoded: bool) -> str | None:
         """The first rule that a sample breaks, and what it has instead; ``lengths()`` give it ``tiles`` and ``tokens``.
@@ -229,9 +233,15 @@ class PipelineStreamFeed(StreamFeed):
     fills = False
 
     def __init__(
-        self, sources: Mapping[str, Any], settings: StreamSettings, *, layout: Layout, place: PipelinePosition,
-        reader: PackReader, rules: SampleRules,
-    ) -> None:  # fmt: skip
+        self,
+        sources: Mapping[str, Any],
+        settings: StreamSettings,
+        *,
+        layout: Layout,
+        place: PipelinePosition,
+        reader: PackReader,
+        rules: SampleRules,
+    ) -> None:
         self._layout, self._place, self._reader, self._rules = layout, place, reader, rules
         self._group: dist.ProcessGroup | None = None
         self._counts, self._told_left_out = [*filter(None, (getattr(s, "left_out", None) for s in sources.values()))], 0

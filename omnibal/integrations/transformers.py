@@ -356,9 +356,14 @@ def _read_packs(
 
 
 def _promise(
-    trainer: Trainer, settings: TrainerSettings, packs: PacksCallback, asked: AskedSteps, notes: list[str],
-    *, is_measured: bool,
-) -> None:  # fmt: skip
+    trainer: Trainer,
+    settings: TrainerSettings,
+    packs: PacksCallback,
+    asked: AskedSteps,
+    notes: list[str],
+    *,
+    is_measured: bool,
+) -> None:
     """Say what an epoch becomes and what is expected of it; the first steps measure that, and correct it."""
     counted, sampler = settings.counted, packs.sampler
     if trainer.is_world_process_zero():

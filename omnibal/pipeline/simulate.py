@@ -277,9 +277,15 @@ def simulate_step(
 
 
 def _simulate_spread(
-    profile: ModelProfile, partition: Partition, load: Load, layout: Layout, links: tuple[Links, Links],
-    recompute: Sequence[str] | None, schedule: Schedule, mode: Mode,
-) -> StepSimulation:  # fmt: skip
+    profile: ModelProfile,
+    partition: Partition,
+    load: Load,
+    layout: Layout,
+    links: tuple[Links, Links],
+    recompute: Sequence[str] | None,
+    schedule: Schedule,
+    mode: Mode,
+) -> StepSimulation:
     """The LLM's pipeline, cut by ``partition``, between the two passes of an encoder that is on all devices."""
     # `links` are those of the encoder and of the LLM.
     encoder, language = split_profile(profile)

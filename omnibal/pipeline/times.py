@@ -51,9 +51,15 @@ class StepTimes(NamedTuple):
 
 
 def step_times(
-    profile: ModelProfile, loads: Iterable[Load], links: Links, *, zero_stage: int = 1,
-    recompute: Sequence[str] | None = None, num_replicas: int | None = None, unit: Unit | None = None,
-) -> StepTimes:  # fmt: skip
+    profile: ModelProfile,
+    loads: Iterable[Load],
+    links: Links,
+    *,
+    zero_stage: int = 1,
+    recompute: Sequence[str] | None = None,
+    num_replicas: int | None = None,
+    unit: Unit | None = None,
+) -> StepTimes:
     """Seconds of every layer for every micro-batch of every replica; arguments and errors as of `simulate_step`.
 
     ``num_replicas`` add up their gradients, where ``loads`` are not one Load for each. With units ``unit`` has the

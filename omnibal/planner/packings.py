@@ -130,9 +130,14 @@ class PlanRequest:
 
 
 def num_replicas_on(
-    num_devices: int, num_stages: int, *, num_layers: int, num_tensor: int = 1, devices: str = "devices",
+    num_devices: int,
+    num_stages: int,
+    *,
+    num_layers: int,
+    num_tensor: int = 1,
+    devices: str = "devices",
     encoder: Encoder | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """How many replicas of a pipeline some devices hold, ``num_tensor`` of which share each layer.
 
     ``encoder`` may have devices of its own among them, whose stages are counted in ``num_stages``.

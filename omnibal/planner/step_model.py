@@ -174,10 +174,14 @@ class StepModel:
 
     def plan(self, boundaries: Boundaries) -> Plan:
         return Plan(
-            limits=self.packing.limits, micro_batches=self.packing.micro_batches,
-            partition=Partition(boundaries), recompute=self.levels(boundaries), schedule=self.schedule_name,
-            layout=self.layout, cluster=self.request.cluster,
-        )  # fmt: skip
+            limits=self.packing.limits,
+            micro_batches=self.packing.micro_batches,
+            partition=Partition(boundaries),
+            recompute=self.levels(boundaries),
+            schedule=self.schedule_name,
+            layout=self.layout,
+            cluster=self.request.cluster,
+        )
 
     def chosen_seconds(self, boundaries: Boundaries, seconds: float) -> float:
         """What a step takes under the partition that was chosen, of which `evaluate` said ``seconds``."""
@@ -219,9 +223,13 @@ class SpreadModel(StepModel):
     # it hardly depends on the partition. `level` is what the encoder recomputes.
 
     def __init__(
-        self, costs: StepCosts, schedule: ScheduleName = "1f1b", budgets: tuple[int, ...] | None = None, *,
+        self,
+        costs: StepCosts,
+        schedule: ScheduleName = "1f1b",
+        budgets: tuple[int, ...] | None = None,
+        *,
         level: Level = "none",
-    ) -> None:  # fmt: skip
+    ) -> None:
         packing, request, behind = costs.packing, costs.request, costs.behind.layout
         self._encoder, self._level, self._spread = split_profile(costs.profile)[0], level, costs
         self._of_encoder = self._encoder.levels_like(every_layer(level, len(self._encoder.layers)))

@@ -238,9 +238,13 @@ def _running_order(packs: Int64Array, rules: Rules, rng: np.random.Generator) ->
 
 @compiled
 def _list_packs(
-    samples: Int32Array, packs: Int64Array, chosen: Int64Array, order: Int64Array, packed: Int64Array,
+    samples: Int32Array,
+    packs: Int64Array,
+    chosen: Int64Array,
+    order: Int64Array,
+    packed: Int64Array,
     starts: Int64Array,
-) -> None:  # fmt: skip
+) -> None:
     end = 0
     for place in range(len(order)):
         sample = packs[order[place], FIRST]
