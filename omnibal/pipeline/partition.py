@@ -67,6 +67,9 @@ class Partition:
 
         >>> Partition.uniform(num_layers=10, num_stages=4).boundaries
         (0, 3, 6, 8, 10)
+
+        Raises:
+            ConfigError: ``num_stages`` is below 1 or above ``num_layers``.
         """
         check_num_stages(num_layers, num_stages)
         size, larger = divmod(num_layers, num_stages)  # the first ``larger`` stages hold one layer more
