@@ -27,21 +27,27 @@ Arrangement = BalancedPacks | MixedPacks | ShuffledPacks
 
 @dataclass(frozen=True)
 class Step:
-    """What all ranks together process before the next optimizer update."""
+    """What all ranks together process before the next optimizer update.
 
-    epoch: int  # epochs, or passes over a stream, before this one
-    index: int  # steps of the epoch or pass before this one
-    num_samples: int  # samples in all packs of the step
-    load: Load  # of every pack, in arrays of shape (num_replicas, micro_batches); without fillers
-    # For each source of a mixture: the share that was asked for, and the one that the step holds.
+    Attributes:
+        epoch, index: Epochs, or passes over a stream, before this one; steps of the epoch or pass before this one.
+        load: Loads of all packs, in arrays of shape (num_replicas, micro_batches); without fillers.
+        shares: For each source of a mixture: the share that was asked for, and the one that the step holds.
+        oversized: Of a stream: what becomes of samples over a limit, and how many the run has met of them so far.
+        target_tokens: Tokens that carry loss in all packs; None where lengths do not know them. A rank's sum of token
+            losses, times the number of ranks, divided by this is exact under gradient averaging.
+        left_out: Samples left out of the step, or of a stream since the step before, as they cannot be read.
+        packs: Rank after rank, micro-batch after micro-batch; None where ranks know their own alone.
+    """
+
+    epoch: int
+    index: int
+    num_samples: int
+    load: Load
     shares: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    # Of a stream: what becomes of samples over a limit, and how many the run has met of them so far.
     oversized: Mapping[Oversized, int] = field(default_factory=dict)
-    # Tokens that carry loss in all packs of the step; None where lengths do not know them. A rank's sum of token
-    # losses, times the number of ranks, divided by this is exact under gradient averaging.
     target_tokens: int | None = None
-    left_out: int = 0  # samples left out of the step, or of a stream since the step before, as they cannot be read
-    # Rank after rank, micro-batch after micro-batch; None where ranks know their own alone. They follow from the rest.
+    left_out: int = 0
     packs: Packs | None = field(default=None, compare=False)
 
     @property
@@ -55,15 +61,10 @@ class Step:
     def balance(self) -> dict[str, float]:
         """Mean load of a pack over the largest one, for vision units and LLM tokens: 1 where all packs are alike.
 
-        Packs of one rank count as well as packs of different ranks: the former hold up each other in the pipeline,
-        the latter at the end of the step.
+        Packs of one rank hold up each other in the pipeline, those of different ranks at the end of the step.
         """
-        found = {}
-        for name, values in (("vision", self.load.vision_units), ("llm", self.load.llm_tokens)):
-            loads = np.asarray(values, dtype=np.float64)
-            largest = loads.max(initial=0.0)
-            found[name] = float(loads.mean() / largest) if largest > 0 else 1.0
-        return found
+        loads = {"vision": np.asarray(self.load.vision_units), "llm": np.asarray(self.load.llm_tokens)}
+        return {name: float(each.mean() / each.max()) if each.any() else 1.0 for name, each in loads.items()}
 
     def needs_dummy_tile(self) -> npt.NDArray[np.bool_]:
         """Tell which packs, shape (ranks, micro-batches), have no image while another rank has one at the same time.
@@ -72,8 +73,7 @@ class Step:
         must pass a dummy tile through it.
         """
         images = np.asarray(self.load.vision_units) > 0
-        needs: npt.NDArray[np.bool_] = ~images & images.any(axis=0)
-        return needs
+        return np.asarray(~images & images.any(axis=0))
 
 
 class Epoch:
