@@ -316,7 +316,10 @@ reduce_bandwidth_bytes_per_second=300000000000.0, latency_seconds=0.0))
         """Read nodes x devices x device, such as ``"4x8xA100-80GB"``; ``"8xA100-80GB"`` is one node."""
         found = re.fullmatch(r"(?:(\d{1,9})x)?(?:(\d{1,9})x)?([^\s\d].*)", text.strip())
         if found is None:
-            raise ConfigError(f"cluster must be such as '4x8xA100-80GB', '8xA100-80GB' or 'A100-80GB', got {text!r}")
+            near = re.fullmatch(r"((?:\d+x)?\d+)\s*([^\s\dx].*)", text.strip())  # "8A100": a count without its x
+            remedy = f"; did you mean {str(cls.parse('x'.join(near.groups())))!r}?" if near else ""
+            known = "'4x8xA100-80GB', '8xA100-80GB' or 'A100-80GB'"
+            raise ConfigError(f"cluster must be such as {known}, got {text!r}{remedy}")
         *counts, name = (word for word in found.groups() if word is not None)
         num_nodes, devices_per_node = [1, 1, *map(int, counts)][-2:]
         return cls(num_nodes, devices_per_node, Device.named(name))
