@@ -95,7 +95,7 @@ def exchange(
     goal, distance = _aim(tables, rules, pack, other, vision_bias, repairs)
     # To swap what is not kept makes the same two packs, so of small packs either will do: the first pack's last sample
     # stays where it is, which halves the work. With a bias it stays, too: then less of a pack changes steps, which are
-    # more random (χ² 0.87 in place of 2.28 at the tightest limits of ALGORITHM.md and 512 ranks) and as even.
+    # more random (χ² 0.87 in place of 2.28 at the tightest limits of PLANNER.md and 512 ranks) and as even.
     kept = not repairs and (step == other_step or vision_bias != 0)
     kept = kept and max(packs[pack, COUNT], packs[other, COUNT]) <= SMALL
     mine, num_mine = _list_subsets(samples, packs, pack, round_index, kept, subsets[0])

@@ -49,7 +49,7 @@ def level_window(tables: Tables, rules: Rules, seed: np.uint64) -> int:
     """Make the packs of every step alike, and bring all under their limits; return how many are not."""
     number = len(tables.packs)
     group_packs = rules.group_steps * rules.step_packs
-    # The steps 3 to 5 of ALGORITHM.md, in this order.
+    # Phases 3 to 5 of ALGORITHM.md, in this order.
     center(tables, rules, True, False)
     if rules.repair_first:
         repair(tables, rules, seed)
