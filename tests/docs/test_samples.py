@@ -93,3 +93,9 @@ def test_what_balance_prints_of_memory(page):
     choice = LayerChoice(flagged, given, RankMemory(profile, "zero3", cluster, "full", True), profile)
     printed = choice.told(lengths, size.limits, choice.chosen(lengths, size.limits))
     assert printed == sample_of(page, printed[:12]).strip()
+
+
+def test_what_the_planner_makes_is_what_its_page_shows(capsys):
+    page = (DOCS.parent / "omnibal/data/balance/ALGORITHM.md").read_text()
+    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], {})
+    assert capsys.readouterr().out == dedent(re.search(r"(?:^ {4}rank .*\n)+", page, re.MULTILINE)[0])
