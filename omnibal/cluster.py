@@ -23,7 +23,7 @@ MOST_DEVICES: Final = 10**6
 # What a process holds on its device beside the model, unless it was measured: a context with the kernels that were
 # used, 0.3 to 0.5 GB (pytorch/pytorch#107667, #81257), and NCCL's buffers of the two communicators that a rank moves
 # most with, of its replicas and of its stages, 0.54 to 0.69 GB each (NVIDIA/nccl#964, four A100). Together up to 1.9
-# GB, rounded up. Fragments belong to the head room.
+# GB, rounded up. Fragments belong to the margin (device.py).
 OVERHEAD_BYTES: Final = 2 * 2**30
 Precision = Literal["bfloat16", "float32"]
 

@@ -16,6 +16,20 @@ LINK_FRACTION: Final = 0.75
 # peer access does worse. A gather and a reduction are the two halves of such a sum, over the same rings; between nodes,
 # where nothing of ours was measured, the same share is taken.
 
+MARGIN_SHARE: Final = 0.06
+"""Share of a device's memory that a run leaves free: counted peaks are not exact, and allocators fragment."""
+# The margin is at least so much, but for devices on which this would be more than an eighth.
+MARGIN_BYTES, MOST_MARGIN_SHARE = 2 * 2**30, 1 / 8
+
+
+def usable_bytes(device_bytes: float) -> float:
+    """What a run may take of a device, less the margin.
+
+    >>> [usable_bytes(gib * 2**30) / 2**30 for gib in (80, 20, 8)]
+    [75.2, 18.0, 7.0]
+    """
+    return device_bytes - max(MARGIN_SHARE * device_bytes, min(MARGIN_BYTES, MOST_MARGIN_SHARE * device_bytes))
+
 
 @dataclass(frozen=True)
 class Device:

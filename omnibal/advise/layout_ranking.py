@@ -154,7 +154,7 @@ class LayoutRanking:
     def _formula(self) -> StepFormula:
         per_step, seconds = self.scenario.samples_per_step, self.scenario.alone[0].sum(axis=1)
         longest = float(seconds.reshape(-1, per_step).max(axis=1).mean() / seconds.mean())
-        # The memory of a device without its head room and what it holds beside the model.
+        # The memory of a device without its margin and what it holds beside the model.
         room = (
             min(self.request.budgets(Layout(self.scenario.cluster.num_devices))) - self.scenario.cluster.overhead_bytes
         )

@@ -19,13 +19,12 @@ import numpy as np
 from omnibal.advise.wait import Sharding
 from omnibal.cluster import Cluster, Layout
 from omnibal.cost import CostModel, FloatArray, Load
+from omnibal.device import usable_bytes as usable_bytes  # noqa: PLC0414  # estimate.py has it from here
 from omnibal.memory.footprint import GRADIENT_SHARE, NOT_OFFERED, loss_bytes
 from omnibal.memory.recompute import least_recompute
 from omnibal.profile.records import ELEMENT_BYTES, LEVELS, LayerCost, Level, ModelProfile, every_layer
 
 FLOAT32, FLOAT16 = 4, 2
-# What a device keeps free, the larger of the two: counted peaks are not exact, and allocators fragment.
-MARGIN_SHARE, MARGIN_BYTES = 0.06, 2 * 2**30
 # Layers whose parameters are matrices, but for a few: Muon keeps less of these than of embeddings, heads and norms.
 BLOCKS: Final = (
     "vision_block", "window_block", "deepstack_block", "decoder_block", "projector", "sound_block", "sound_projector",
@@ -50,15 +49,6 @@ SHARED: Final[dict[Sharding, tuple[str, ...]]] = {
 
 Word = Literal["fill", "none", "full"]
 """What becomes of a part's layers under gradient checkpointing: as many recompute as must, none, or all."""
-
-
-def usable_bytes(device_bytes: float) -> float:
-    """What a run may take of a device, less the margin.
-
-    >>> usable_bytes(80 * 2**30) / 2**30, usable_bytes(20 * 2**30) / 2**30
-    (75.2, 18.0)
-    """
-    return device_bytes - max(MARGIN_SHARE * device_bytes, MARGIN_BYTES)
 
 
 def free_levels(

@@ -15,6 +15,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limit_search import search_limits
 from omnibal.data.limits import PackLimits, largest_load, paper_limits
 from omnibal.data.packing_spec import Method
+from omnibal.device import usable_bytes
 from omnibal.errors import ConfigError
 from omnibal.families.base import encoder_layers
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName, check_units
@@ -39,8 +40,8 @@ class PlanRequest:
     """Devices of the encoder's own (units), whose stages ``num_stages`` counts, too; or the encoder on all devices."""
     limits: PackLimits | None = None
     """None: the limits that make the fastest step."""
-    head_room: float = 0.05
-    """Share of the memory that stays free for fragments and for errors of the prediction."""
+    head_room: float | None = None
+    """Share of the memory that stays free; None: the margin of :func:`omnibal.device.usable_bytes`."""
     batch_tolerance: float = 0.05
     """Share by which the mean number of samples in a step may differ from ``global_batch``, if any plan keeps it."""
     zero_stage: int = 1
@@ -60,8 +61,9 @@ class PlanRequest:
             if number is not None and number < 1:
                 raise ConfigError(f"{name} must be positive, got {number}")
         for name in ("head_room", "batch_tolerance"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
+            share = getattr(self, name)
+            if share is not None and not 0 <= share < 1:
+                raise ConfigError(f"{name} must lie in [0, 1), got {share}")
         check_zero_stage(self.zero_stage)
         least = min(self.budgets(Layout(self.cluster.num_devices)))
         if self.cluster.overhead_bytes >= least:
@@ -116,8 +118,9 @@ class PlanRequest:
         return tuple(SCHEDULES) if self.schedule == "auto" else (self.schedule,)
 
     def budgets(self, layout: Layout) -> tuple[int, ...]:
-        """The most that a device of each stage may hold: its memory without the head room."""
-        return tuple(int(memory * (1 - self.head_room)) for memory in self.cluster.stage_memory_bytes(layout))
+        """The most that a device of each stage may hold: its memory without what stays free."""
+        share, memories = self.head_room, self.cluster.stage_memory_bytes(layout)
+        return tuple(int(usable_bytes(memory) if share is None else memory * (1 - share)) for memory in memories)
 
     def keeps_batch(self, samples_per_step: float) -> bool:
         """Whether steps of so many samples on average count as the global batch."""

@@ -8,13 +8,13 @@ from textwrap import dedent
 import pytest
 from typer.testing import CliRunner
 
-from omnibal.advise.memory import RankMemory, free_levels, usable_bytes
+from omnibal.advise.memory import RankMemory, free_levels
 from omnibal.advise.models import Model
 from omnibal.advise.wait import phase_costs
 from omnibal.cli.main import app
 from omnibal.cluster import Cluster
 from omnibal.data.step_size import fit_step
-from omnibal.device import Device
+from omnibal.device import Device, usable_bytes
 from omnibal.integrations.trainer.recompute import LayerChoice
 from omnibal.integrations.trainer.steps import AskedSteps, describe
 from omnibal.packs.loading import PackSampler

@@ -12,12 +12,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from omnibal.advise.changes import advise
 from omnibal.advise.estimate import Recipe, Scenario
-from omnibal.advise.memory import RankMemory, free_levels, usable_bytes
+from omnibal.advise.memory import RankMemory, free_levels
 from omnibal.cluster import OVERHEAD_BYTES, Cluster
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits, fullest_load
 from omnibal.data.step_size import fit_step
-from omnibal.device import DEVICES
+from omnibal.device import DEVICES, usable_bytes
 from omnibal.errors import ConfigError
 from omnibal.integrations.trainer.memory import GIB, HeldBytes
 from omnibal.integrations.trainer.recompute import (

@@ -88,6 +88,9 @@ def test_several_encoders_share_the_micro_batches_of_an_llm_alike():
 def test_budgets_leave_the_head_room():
     assert request(head_room=0.25).budgets(Layout(3)) == (750, 750, 750)
     assert request(head_room=0.0, num_devices=4, memory_bytes=(10, 20, 30, 15)).budgets(Layout(2, 2)) == (10, 15)
+    cards = [DEVICES[name] for name in ("H200-141GB", "L4-24GB")]
+    budgets = [PlanRequest(cluster=Cluster(1, 2, card), global_batch=1).budgets(Layout(2)) for card in cards]
+    assert budgets == [(int(0.94 * 139.8 * 2**30),) * 2, (20 * 2**30,) * 2]
 
 
 def test_a_request_is_json():
@@ -106,7 +109,7 @@ def test_a_request_is_json():
         ({"zero_stage": 2}, "zero_stage must be 0 or 1 under a pipeline, got 2"),
         (
             {"cluster": cluster(8, 1000, overhead_bytes=960)},
-            "overhead_bytes must be less than a device's memory without its head room, 950, got 960",
+            "overhead_bytes must be less than a device's memory without its head room, 875, got 960",
         ),
         ({"batch_tolerance": -0.1}, "batch_tolerance must lie in"),
     ],

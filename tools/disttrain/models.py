@@ -15,7 +15,7 @@ from omnibal.cluster import Cluster, Encoder, Layout
 from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.device import DEVICES, Device
+from omnibal.device import DEVICES, Device, usable_bytes
 from omnibal.errors import ConfigError
 from omnibal.families import layer_records
 from omnibal.pipeline.times import split_profile
@@ -238,7 +238,8 @@ def print_allocation() -> None:
         taken = []
         for _ in range(3):
             begun = time.process_time()
-            best, *_ = allocate(parts, num_devices, global_batch=batch, device_memory_bytes=0.95 * DEVICE.memory_bytes)
+            usable = usable_bytes(DEVICE.memory_bytes)
+            best, *_ = allocate(parts, num_devices, global_batch=batch, device_memory_bytes=usable)
             taken.append(time.process_time() - begun)
         units = "; ".join(
             f"{name} {unit.num_stages} × {unit.num_replicas} × {unit.num_tensor}" for name, unit in best.units.items()

@@ -5,9 +5,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from omnibal.advise.memory import FLOAT16, FLOAT32, USUAL, TrainingPrecision, optimizer_of, usable_bytes
+from omnibal.advise.memory import FLOAT16, FLOAT32, USUAL, TrainingPrecision, optimizer_of
 from omnibal.advise.present import OFFLOADS
 from omnibal.advise.wait import Sharding
+from omnibal.device import usable_bytes
 from omnibal.profile.records import ELEMENT_BYTES, ModelProfile
 from omnibal.ranks import gather
 
