@@ -23,9 +23,9 @@ from omnibal import Plan
 from omnibal.config import read_config
 from omnibal.formats.conversations import ConversationDataset, open_dataset
 from omnibal.integrations.loops import balanced_loader, pack_loss
+from omnibal.passes import device_name
 from omnibal.ranks import gather
 from omnibal.report.style import BLUE, GREY, drawing
-from omnibal.vlm.passes import device_name
 
 STEPS, WARM_UP = 24, 4
 DRAWN = 8

@@ -52,12 +52,12 @@ from omnibal.engine.reading import VlmDataset
 from omnibal.engine.resolve import UserOptimizer
 from omnibal.errors import ConfigError, OmnibalError, reporting
 from omnibal.families.base import trained_in_words
+from omnibal.passes import device_name
 from omnibal.plan import Plan
 from omnibal.profile.calibration import STEPS, WARM_UP, TimedPass, calibrate
 from omnibal.profile.counted import analytic_profile, device_to_count
 from omnibal.ranks import any_rank, rank_zero_first, rank_zero_only, run_on_all_ranks
 from omnibal.report.training import MetricsLog, peak_text, plot_training, read_metrics, run_table, training_table
-from omnibal.vlm.passes import device_name
 from omnibal.workspace import Workspace
 
 # Between two states of the progress bar where it goes into a file.
@@ -320,12 +320,12 @@ def _calibrate(
 ) -> None:
     """Correct counted costs by the steps that were timed, log them, and say by how much a plan's promise was off."""
     resolved, plan = engine.resolved, engine.plan
-    name = device_name(engine.device) if engine.device.type == "cuda" else None
+    name = device_name(engine.device)
     counted = analytic_profile(
         resolved.vlm.records, device_to_count(name), dtype=resolved.layout.precision,
         frozen=resolved.section.model.frozen, tensor_parallel=resolved.layout.num_tensor,
     )  # fmt: skip
-    found = calibrate(counted, passes, plan.recompute, device=device_name(engine.device))
+    found = calibrate(counted, passes, plan.recompute, device=name)
     if found is None:
         return
     log.calibration(engine.global_steps, found)

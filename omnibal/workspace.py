@@ -315,8 +315,8 @@ class Workspace:
     def _measured_profile(self, limits: PackLimits) -> ModelProfile:
         import torch
 
+        from omnibal.passes import MeasurementWarning, this_device
         from omnibal.vlm.measure import measure_profile
-        from omnibal.vlm.passes import MeasurementWarning, this_device
 
         # Tensor ranks add up what they compute over links, whose speed the cluster says.
         links = self.cluster.device if self.num_tensor > 1 else None

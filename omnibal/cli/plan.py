@@ -166,8 +166,8 @@ def _check(workspace: Workspace, *, needs_true_costs: bool) -> None:
     check_file("the plan", workspace.kept_plan)
     if needs_true_costs and workspace.profile.versions:
         # Costs of another device or other software tell nothing of trials; counted ones hold anywhere.
+        from omnibal.passes import device_name, this_device
         from omnibal.vlm.measure import measured_versions
-        from omnibal.vlm.passes import device_name, this_device
 
         workspace.profile.check_matches(device=device_name(this_device()), versions=measured_versions())
     followed = workspace.followed_plan

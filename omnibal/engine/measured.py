@@ -10,9 +10,9 @@ from torch import Tensor
 
 from omnibal.cost import Load
 from omnibal.errors import reporting
+from omnibal.passes import DevicePeak, Mark, mark, overhead_bytes, seconds_between
 from omnibal.profile.calibration import MOST_PASSES, TimedPass, sizes_of
 from omnibal.ranks import gather, rank_and_size
-from omnibal.vlm.passes import DevicePeak, Mark, mark, overhead_bytes, seconds_between
 
 _DOING: Final = "timing of the first steps"
 _Pass = tuple[bool, int]  # whether it is a backward pass, and its micro-batch

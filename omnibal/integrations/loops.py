@@ -23,7 +23,6 @@ from omnibal.data.step_size import StepSize, fit_step
 from omnibal.errors import ConfigError, end_in_one_line, reporting
 from omnibal.formats.collate import IGNORED
 from omnibal.integrations.lengths import LENGTHS, prepare, samples_to_check
-from omnibal.integrations.trainer.memory import gpu_name
 from omnibal.integrations.trainer.settings import (
     asked_steps,
     data_seed,
@@ -38,6 +37,7 @@ from omnibal.packs.collator import FAMILIES, Collator, PackCollator, SampleColla
 from omnibal.packs.loading import PackedView, PackItems, PackSampler
 from omnibal.packs.losses import loss_per_target
 from omnibal.packs.proof import check_packed
+from omnibal.passes import device_name
 from omnibal.ranks import rank_and_size
 
 if TYPE_CHECKING:  # hosts on torch 2.1 have it elsewhere
@@ -273,7 +273,7 @@ def replace_loader(
     sampler = loader.pack_sampler
     if rank_and_size()[0] == 0:
         with reporting("the line about packs"):
-            counted = counted_profile(trainer.accelerator.unwrap_model(trainer.model), gpu_name(args.device))
+            counted = counted_profile(trainer.accelerator.unwrap_model(trainer.model), device_name(args.device))
             costs = None if counted is None else phase_costs(counted, recompute=recompute_of(trainer))
             device = None if counted is None else counted.device
             print(describe(sampler, costs, sharding_of(trainer), asked, device=device))

@@ -21,7 +21,6 @@ from omnibal.errors import ConfigError, DataError, reporting, said
 from omnibal.feeds.feed import ahead, micro_batches_of
 from omnibal.formats.collate import IGNORED
 from omnibal.integrations.rearranging import Drawn, StepCheck, features_of
-from omnibal.integrations.trainer.memory import gpu_name
 from omnibal.integrations.trainer.steps import counted_profile
 from omnibal.packs.apart import TYPES
 from omnibal.packs.collator import (
@@ -35,6 +34,7 @@ from omnibal.packs.collator import (
     rows_of_images,
 )
 from omnibal.packs.encoders import EncoderAdapter, device_and_dtype, encoders_of, known_phases, phases_of
+from omnibal.passes import device_name
 from omnibal.profile.records import Level
 from omnibal.ranks import Meeting, check_same, gather, new_gloo_group
 
@@ -297,7 +297,7 @@ def counted_costs(
     most: dict[str, int | None] = (
         {} if limits is None else {"sound": limits.sound_units, phases[-1]: limits.vision_units}
     )
-    profile = counted_profile(model, gpu_name(device))
+    profile = counted_profile(model, device_name(device))
     if profile is None:
         return Costs({phase: PhaseCosts(limit=most.get(phase)) for phase in phases}, PhaseCosts(DEFAULT_COST, tokens))
     counted = sample_costs(profile, recompute=recompute)

@@ -17,9 +17,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.families.base import LayerRecord, check_frozen
 from omnibal.formats.collate import IGNORED, pack_samples
 from omnibal.loss import targets_of
-from omnibal.profile.records import LEVELS, LayerCost, Level, ModelProfile, degrees_of
-from omnibal.vlm.layers import VisionLanguageModel
-from omnibal.vlm.passes import (
+from omnibal.passes import (
     MeasurementWarning,
     Timing,
     device_name,
@@ -27,6 +25,8 @@ from omnibal.vlm.passes import (
     time_optimizer,
     time_passes,
 )
+from omnibal.profile.records import LEVELS, LayerCost, Level, ModelProfile, degrees_of
+from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.payload import DeferringLinear, Payload, SentTensors, WeightGradients, defer_linears, run_layer
 from omnibal.vlm.tensor import TensorGroup, share_layer
 

@@ -18,9 +18,9 @@ from omnibal.families.parts import text_records
 from omnibal.memory.footprint import loss_bytes
 from omnibal.memory.recompute import recompute_seconds
 from omnibal.packs.losses import target_rows
+from omnibal.passes import StorageMeter
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LEVELS
-from omnibal.vlm.passes import StorageMeter
 from tests.families.models import small_config
 
 TOKENS, VOCABULARIES = 256, (4000, 8000)

@@ -9,11 +9,11 @@ from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.device import DEVICES
 from omnibal.families import layer_records
+from omnibal.passes import MeasurementWarning
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
 from omnibal.vlm import load_model
 from omnibal.vlm import measure as measure_module
-from omnibal.vlm.passes import MeasurementWarning
 from tests.cli.conftest import cluster_of
 from tests.engine.small import small_config
 from tests.families.models import SEEING

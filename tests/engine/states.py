@@ -4,7 +4,7 @@ from deepspeed.runtime.pipe import schedule
 
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.measured import held_tensors
-from omnibal.vlm.passes import StorageMeter, storage_bytes
+from omnibal.passes import StorageMeter, storage_bytes
 from tests.engine.cases import engine_of
 
 

@@ -18,9 +18,9 @@ from omnibal.integrations.trainer.steps import counted_profile
 from omnibal.integrations.transformers import balance
 from omnibal.packs.apart import SampleBounds, _give_bounds
 from omnibal.packs.collator import language_of
+from omnibal.passes import device_name
 from omnibal.profile.calibration import PARTS, STEPS, Calibration, TimedPass, calibrate, sizes_of
 from omnibal.profile.records import every_layer
-from omnibal.vlm.passes import device_name
 from tests.engine.launch import launch
 from tests.integrations.trainers import LIMITS, Case, trainer_of
 

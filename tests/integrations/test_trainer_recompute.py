@@ -30,7 +30,7 @@ from omnibal.integrations.trainer.recompute import (
 from omnibal.integrations.trainer.steps import counted_profile, module_of
 from omnibal.integrations.transformers import balance
 from omnibal.memory.recompute import recompute_seconds
-from omnibal.vlm.passes import kept_bytes
+from omnibal.passes import kept_bytes
 from tests.integrations.items import config_of, items_of
 from tests.integrations.test_trainer_memory import fake_trainer, given_lengths, peaks_of
 from tests.integrations.trainers import LIMITS, Case, Weights, trainer_of

@@ -12,12 +12,12 @@ from omnibal.data.limits import PackLimits
 from omnibal.device import DEVICES
 from omnibal.loss import targets_of
 from omnibal.memory.footprint import Footprint
+from omnibal.passes import kept_bytes
 from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LEVELS
 from omnibal.vlm import load_model
 from omnibal.vlm.measure import measure_profile
-from omnibal.vlm.passes import kept_bytes
 from omnibal.vlm.payload import Payload, run_layer
 from tests.families.models import small_config
 from tests.vlm.families import family_samples, layers_of, pack_of, plain_family_model

@@ -16,11 +16,11 @@ from omnibal.errors import ConfigError
 from omnibal.families import layer_records as records_of
 from omnibal.families.base import LayerRecord, trained_by_module
 from omnibal.families.tiled import internvl_records
+from omnibal.passes import kept_bytes
 from omnibal.profile.counted import analytic_profile, with_sums
 from omnibal.profile.records import ModelProfile
 from omnibal.vlm import load_model
 from omnibal.vlm.measure import made_packs
-from omnibal.vlm.passes import kept_bytes
 from tests.families.models import TEMPLATES, small_config
 
 # 1 operation per second in 16 bits and 1 byte per second: seconds count operations and bytes

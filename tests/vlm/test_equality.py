@@ -8,9 +8,9 @@ from torch.testing import assert_close
 
 from omnibal.families.base import check_frozen
 from omnibal.loss import targets_of
+from omnibal.passes import kept_bytes
 from omnibal.profile.records import LEVELS
 from omnibal.vlm import Payload, load_model
-from omnibal.vlm.passes import kept_bytes
 from omnibal.vlm.payload import run_layer
 from tests.families.models import small_config
 from tests.integrations.items import items_of_kinds

@@ -9,8 +9,8 @@ from transformers import AutoModelForImageTextToText
 from omnibal.advise.models import read_model
 from omnibal.errors import ConfigError
 from omnibal.integrations.trainer.steps import counted_profile
+from omnibal.passes import StorageMeter
 from omnibal.vlm import load_model, load_records
-from omnibal.vlm.passes import StorageMeter
 from omnibal.vlm.weights import Stored, load_layer, other_names, save_model, spare_weights
 from tests.families.models import EXPERTS, small_config
 from tests.vlm.families import (

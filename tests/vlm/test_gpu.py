@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from omnibal.data.limits import PackLimits
+from omnibal.passes import device_name, kept_bytes, this_device
 from omnibal.profile.records import LEVELS
 from omnibal.vlm import load_model
 from omnibal.vlm.attention import attention_kwargs, sample_lengths
 from omnibal.vlm.measure import LayerRun, MadePack, measure_profile
-from omnibal.vlm.passes import device_name, kept_bytes, this_device
 from omnibal.vlm.payload import run_layer
 from tests.vlm.models import build_layers, disk_state, make_pack, make_sample, pack_loss, tiny_config
 

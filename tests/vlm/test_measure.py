@@ -5,17 +5,17 @@ from functools import partial
 import pytest
 import torch
 
+from omnibal import passes as measure
 from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
 from omnibal.device import DEVICES
 from omnibal.errors import ConfigError
 from omnibal.loss import targets_of
+from omnibal.passes import MeasurementWarning, Timing, device_name, kept_bytes
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LEVELS, ModelProfile
 from omnibal.vlm import load_model
-from omnibal.vlm import passes as measure
 from omnibal.vlm.measure import LayerRun, MadePack, _FirstRank, made_packs, measure_profile, measured_versions
-from omnibal.vlm.passes import MeasurementWarning, Timing, device_name, kept_bytes
 from omnibal.vlm.payload import SentTensors, WeightGradients, defer_linears, run_layer
 from omnibal.vlm.qwen_vl import patch_places
 from omnibal.vlm.tensor import share_layer

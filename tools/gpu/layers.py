@@ -11,10 +11,10 @@ import torch
 
 from omnibal.cost import CostModel, Load
 from omnibal.device import DEVICES, Device
+from omnibal.passes import Timing, time_passes
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LEVELS, LayerCost
 from omnibal.vlm.measure import LayerRun, MadePack, image_tokens_per_tile
-from omnibal.vlm.passes import Timing, time_passes
 from omnibal.vlm.payload import run_layer
 from tools.gpu.report import Row
 

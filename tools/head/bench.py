@@ -14,7 +14,7 @@ from omnibal import loss as loss_module
 from omnibal.formats.collate import IGNORED
 from omnibal.loss import summed_loss, targets_of
 from omnibal.memory import footprint
-from omnibal.vlm.passes import DevicePeak
+from omnibal.passes import DevicePeak
 from tools.bench import head, line, table
 
 MIB = 2**20

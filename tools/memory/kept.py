@@ -9,10 +9,10 @@ from transformers import InternVLConfig
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.formats.collate import pack_samples
+from omnibal.passes import kept_bytes
 from omnibal.profile.records import LEVELS, ModelProfile
 from omnibal.vlm import VisionLanguageModel, load_model
 from omnibal.vlm.measure import measure_profile
-from omnibal.vlm.passes import kept_bytes
 from omnibal.vlm.payload import Payload, run_layer
 from tools.bench import table
 from tools.partition.models import IMAGE_TOKEN, MODELS, TOKENS_PER_TILE, make_sample

@@ -16,10 +16,10 @@ from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.formats.collate import pack_samples
 from omnibal.loss import targets_of
+from omnibal.passes import DevicePeak, storage_bytes
 from omnibal.vlm import Payload, load_model
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.measure import made_sample
-from omnibal.vlm.passes import DevicePeak, storage_bytes
 
 SHORTER = 16
 """So many times fewer patches a tile, and tokens a text, than in the data."""

@@ -19,10 +19,10 @@ from omnibal.integrations.trainer.hooks import PacksCallback
 from omnibal.integrations.trainer.settings import TrainerSettings, data_rank_of
 from omnibal.integrations.trainer.steps import Gains
 from omnibal.packs.collator import language_of
+from omnibal.passes import Mark, device_name, mark, seconds_between
 from omnibal.profile.calibration import MOST_PASSES, PARTS, STEPS, WARM_UP, Calibration, TimedPass, calibrate, sizes_of
 from omnibal.profile.records import ModelProfile, every_layer
 from omnibal.ranks import gather
-from omnibal.vlm.passes import Mark, device_name, mark, seconds_between
 
 FILE: Final = "omnibal_calibration.json"  # in a trainer's output_dir
 _DOING: Final = "calibration of counted costs"

@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from omnibal.errors import reporting
 from omnibal.integrations.trainer.memory import GIB
 from omnibal.packs.loading import PackSampler
-from omnibal.vlm.passes import Mark, mark, seconds_between
+from omnibal.passes import Mark, mark, seconds_between
 
 WARM_UP: Final = 3  # steps that are not timed; behind the second one ``balance`` corrects what recomputes
 WATCHED: Final = 2  # steps behind the timed ones, whose transfers torch's profiler notes where there are several ranks

@@ -116,10 +116,6 @@ def _optimizer_name(trainer: Any) -> str:
     return str(getattr(trainer.args.optim, "value", trainer.args.optim))
 
 
-def gpu_name(device: torch.device) -> str | None:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
-
-
 def device_gib(device: torch.device) -> float | None:
     """What a run may take of the smallest device of all ranks, less a margin; None where one has no own memory."""
     # All ranks together.

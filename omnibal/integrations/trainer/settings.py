@@ -22,6 +22,7 @@ from omnibal.errors import ConfigError, integer, reporting
 from omnibal.integrations.trainer.memory import GIB, HeldBytes, device_gib
 from omnibal.integrations.trainer.steps import AskedSteps, counted_profile, module_of
 from omnibal.packs.collator import FAMILIES
+from omnibal.passes import device_name
 from omnibal.profile.records import Level, ModelProfile
 from omnibal.ranks import gather
 
@@ -278,8 +279,6 @@ class TrainerSettings(NamedTuple):
         """The settings of a trainer that ``refuse_settings`` lets pass; all ranks together."""
         if head not in get_args(Head):
             raise ConfigError(f"head must be one of {', '.join(get_args(Head))}, got {head!r}")
-        from omnibal.vlm.passes import device_name  # which loads transformers
-
         model, name, counted = model_of(trainer), device_name(trainer.args.device), None
         with reporting("counting of costs"):
             counted = counted_profile(model, name)

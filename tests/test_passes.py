@@ -5,8 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from omnibal.vlm import load_model
-from omnibal.vlm.passes import (
+from omnibal.passes import (
     STEPS,
     WARM_UP,
     StorageMeter,
@@ -18,7 +17,9 @@ from omnibal.vlm.passes import (
     time_optimizer,
     time_passes,
 )
+from omnibal.vlm import load_model
 from omnibal.vlm.payload import run_layer
+from tests.test_import import loaded_by
 from tests.vlm.models import build_layers, make_pack, make_sample, pack_loss, tiny_config
 
 CPU = torch.device("cpu")
@@ -131,6 +132,14 @@ def test_what_lives_on_outside_of_autograd_counts():
 
 def test_a_cpu_is_named_with_its_threads():
     assert device_name(CPU).endswith(f"CPU, {torch.get_num_threads()} threads")
+
+
+def test_a_device_whose_torch_has_no_names_is_named_by_its_kind():
+    assert device_name(torch.device("mps")) == "mps"
+
+
+def test_loaders_for_loops_load_no_transformers():
+    assert loaded_by("import omnibal.integrations.loops", ("transformers",)) == set()
 
 
 class SlowMeter(StorageMeter):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from weakref import WeakSet
 
 import numpy as np
@@ -150,10 +150,11 @@ def device_name(device: torch.device) -> str:
     """The name of a device in measured profiles: a GPU's model, or a CPU with the threads in use."""
     if device.type == "cpu":
         return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    return str(torch.get_device_module(device).get_device_name(device))
+    named = getattr(getattr(torch, device.type), "get_device_name", None)
+    return device.type if named is None else str(named(device))  # Apple's have no name
 
 
-Mark = float | torch.Event
+Mark: TypeAlias = "float | torch.Event"  # torch below 2.6 has no events: a host's loop needs none
 """A place in a device's work: an event that is read later, on a CPU the clock."""
 
 
