@@ -22,9 +22,8 @@ from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.device import usable_bytes as usable_bytes  # noqa: PLC0414  # estimate.py has it from here
 from omnibal.memory.footprint import GRADIENT_SHARE, NOT_OFFERED, loss_bytes
 from omnibal.memory.recompute import least_recompute
-from omnibal.profile.records import ELEMENT_BYTES, LEVELS, LayerCost, Level, ModelProfile, every_layer
+from omnibal.profile.records import ELEMENT_BYTES, FLOAT16, FLOAT32, LEVELS, LayerCost, Level, ModelProfile, every_layer
 
-FLOAT32, FLOAT16 = 4, 2
 # Layers whose parameters are matrices, but for a few: Muon keeps less of these than of embeddings, heads and norms.
 BLOCKS: Final = (
     "vision_block", "window_block", "deepstack_block", "decoder_block", "projector", "sound_block", "sound_projector",

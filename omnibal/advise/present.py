@@ -20,11 +20,12 @@ import numpy as np
 import yaml
 
 from omnibal.advise.batches import Batching
-from omnibal.advise.memory import FLOAT16, FLOAT32, USUAL, TrainingPrecision, optimizer_of
+from omnibal.advise.memory import USUAL, TrainingPrecision, optimizer_of
 from omnibal.advise.wait import MEETINGS, Sharding
 from omnibal.data.lengths import IntArray
 from omnibal.data.packing_spec import Mixture
 from omnibal.errors import ConfigError, said
+from omnibal.profile.records import FLOAT16, FLOAT32
 from omnibal.records import parse_relaxed
 
 Host = Literal["transformers", "llama-factory", "ms-swift", "deepspeed"]

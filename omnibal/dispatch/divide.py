@@ -17,7 +17,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.device import Device
 from omnibal.dispatch.one_cost import differencing, least_squares_within, longest_first, padded, padded_attention
 from omnibal.errors import ConfigError, DataError, InfeasibleError
-from omnibal.profile.counted import analytic_profile
+from omnibal.profile.counted import COUNTED_DEVICE, analytic_profile
 
 DivideMethod = Literal["even", "longest_first", "least_squares_within", "padded", "padded_attention", "differencing"]
 
@@ -275,10 +275,6 @@ def _exchange_best(
     return True
 
 
-COUNTED_ON: Final = "A100-80GB"
-"""The device whose seconds are counted; only the ratio of the encoder's to the LLM's matters to a division."""
-
-
 def balanced_rows(
     lengths: SampleLengths,
     model: Any,
@@ -369,7 +365,7 @@ def _cost_models(model: Any) -> tuple[CostModel, CostModel]:
     if isinstance(model, tuple) and len(model) == 2 and all(isinstance(cost, CostModel) for cost in model):
         return model
     try:
-        costs = sample_costs(analytic_profile(_known(model).records, Device.named(COUNTED_ON)))
+        costs = sample_costs(analytic_profile(_known(model).records, Device.named(COUNTED_DEVICE)))
     except ConfigError as error:
         raise ConfigError(f"{error}; or give the two CostModel of encoder and LLM") from None
     return costs["vision"], costs["language"]

@@ -27,6 +27,11 @@ SLICED_TYPES: Final = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 """Models of which positions of videos are known; in the latter each temporal slice stands by itself."""
 
 
+def uncollated(drawn: Any) -> Any:
+    """A DataLoader's collation that changes nothing; a lambda could not be sent to its processes."""
+    return drawn
+
+
 def pack_samples(
     items: Sequence[Mapping[str, Any]],
     *,

@@ -25,6 +25,7 @@ from omnibal.data.packing_spec import Mixture
 from omnibal.errors import ConfigError, DataError, said
 from omnibal.families.base import WINDOWS
 from omnibal.formats.chat import read_conversation
+from omnibal.formats.collate import uncollated
 from omnibal.formats.files import RowPosition, files_of, is_table, stream_rows
 from omnibal.formats.measured import (
     COLUMNS,
@@ -310,7 +311,7 @@ class ConversationStream:
         self._begins = RowPosition()
         # A generator of its own, since this is drawn in a thread beside the model's.
         loader = DataLoader(
-            rows, batch_size=None, collate_fn=_uncollated, num_workers=self._workers, generator=torch.Generator(),
+            rows, batch_size=None, collate_fn=uncollated, num_workers=self._workers, generator=torch.Generator(),
             worker_init_fn=leave_ends_to_parent,
         )  # fmt: skip
         for position, found in loader:
@@ -387,7 +388,3 @@ def _check_lines(path: Path) -> None:
     if start in (b"", b"["):
         found = "a JSON array" if start else "nothing"
         raise DataError(f"annotation must be JSON lines to be read as a stream, got {found} in {path}")
-
-
-def _uncollated(item: Any) -> Any:
-    return item

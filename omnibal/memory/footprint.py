@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import Final
 
 import numpy as np
 
@@ -20,14 +21,13 @@ from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition, language_partition
 from omnibal.pipeline.schedule import Schedule, one_f_one_b
 from omnibal.pipeline.times import share_of_step, split_profile
-from omnibal.profile.records import ELEMENT_BYTES, LEVELS, LayerCost, Level, ModelProfile
+from omnibal.profile.records import ELEMENT_BYTES, FLOAT32, LEVELS, LayerCost, Level, ModelProfile
 
-_FLOAT32 = 4
 # Float32 numbers per parameter within torch's AdamW: the root of the second moment, and the quotient with it.
 _ADAM_TEMPORARIES = 2
 # The most gradients that DeepSpeed copies into one buffer to reduce them over the replicas (reduce_bucket_size). An
 # upper bound where our engine sends gradients layer by layer.
-_REDUCED_AT_ONCE = 500_000_000
+REDUCED_AT_ONCE: Final = 500_000_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class TrainingState:
 
     @property
     def _is_float32(self) -> bool:
-        return ELEMENT_BYTES[self.profile.dtype] == _FLOAT32
+        return ELEMENT_BYTES[self.profile.dtype] == FLOAT32
 
     @cached_property
     def _trained(self) -> IntArray:
@@ -62,7 +62,7 @@ class TrainingState:
 
     @property
     def _trained_float32(self) -> IntArray:
-        return self._trained * _FLOAT32 // ELEMENT_BYTES[self.profile.dtype]
+        return self._trained * FLOAT32 // ELEMENT_BYTES[self.profile.dtype]
 
     @cached_property
     def gradients(self) -> IntArray:
@@ -90,7 +90,7 @@ class TrainingState:
         computed = self._share(copies * self._trained_float32)
         if self.layout.zero_stage and not self.layout.sums_float32:
             computed = computed - self._trained
-        return np.maximum(computed, np.minimum(self._trained, _REDUCED_AT_ONCE * ELEMENT_BYTES[self.profile.dtype]))
+        return np.maximum(computed, np.minimum(self._trained, REDUCED_AT_ONCE * ELEMENT_BYTES[self.profile.dtype]))
 
     def _share(self, sizes: IntArray) -> IntArray:
         return -(-sizes // self.layout.num_replicas)  # rounded up

@@ -11,12 +11,11 @@ from omnibal.device import LINK_FRACTION, Device
 from omnibal.errors import ConfigError
 from omnibal.families.base import ADAPTER_SIZES, LayerRecord, check_frozen
 from omnibal.families.parts import check_degree, units_of
-from omnibal.profile.records import ELEMENT_BYTES, LayerCost, ModelProfile, degree_of, degrees_of
+from omnibal.profile.records import ELEMENT_BYTES, FLOAT32, LayerCost, ModelProfile, degree_of, degrees_of
 from omnibal.profile.work import ATTENTION_SLOWER, WORK, Work
 
 COUNTED_DEVICE: Final = "A100-80GB"
 """For which costs are counted where the device at hand is not known."""
-_FLOAT32_BYTES = 4
 # Backward of fused attention, which computes the scores again, in forward passes.
 _ATTENTION_BACKWARD = 2.5
 # The backward pass reads and writes about twice the elements of the forward pass.
@@ -185,14 +184,14 @@ def _layer_cost(record: LayerRecord, work: Work, before: Work | None, rates: _Ra
     copies = _split_sizes(record, rates.degree)["parameters"] / max(record.sizes["parameters"], 1)
     parameters = record.sizes["parameters"] * split * copies
     numbers = trained * split * copies
-    master_bytes = _FLOAT32_BYTES if rates.element_bytes < _FLOAT32_BYTES else 0
-    optimizer_bytes = numbers * (2 * _FLOAT32_BYTES + master_bytes)
+    master_bytes = FLOAT32 if rates.element_bytes < FLOAT32 else 0
+    optimizer_bytes = numbers * (2 * FLOAT32 + master_bytes)
     forward = operation * (work.products + beside + attention) + traffic + rates.reduce_seconds * work.reduced
     backward = backward if waits else backward + weights
     # of an adapter what its first matrix puts out; under dropout its own input and a byte for each number of it
     beside_kept = element * (ranks + dropped) * work.rows + split * dropped * work.rows
-    kept = element * work.saved + split * _FLOAT32_BYTES * work.saved_float32 + beside_kept
-    kept += whole_element * work.whole_saved + _FLOAT32_BYTES * work.whole_saved_float32
+    kept = element * work.saved + split * FLOAT32 * work.saved_float32 + beside_kept
+    kept += whole_element * work.whole_saved + FLOAT32 * work.whole_saved_float32
     # a recomputed layer keeps its input, of which tensor ranks have parts in blocks, and a feature that it passes on if
     # the layer before has made it, which the layers behind it keep too; the first one keeps nothing else anyway
     kept_recomputed = whole_element * (before.feature if before else work.whole_saved)

@@ -22,7 +22,8 @@ from omnibal.records import Record, read_record
 Level = Literal["none", "selective", "full"]
 LEVELS: Final[tuple[Level, ...]] = ("none", "selective", "full")
 """From the one that keeps most to the one that keeps least."""
-ELEMENT_BYTES: Final = {"bfloat16": 2, "float32": 4}  # of a parameter, by the dtype of the forward pass
+FLOAT32, FLOAT16 = 4, 2  # bytes of a number
+ELEMENT_BYTES: Final = {"bfloat16": FLOAT16, "float32": FLOAT32}  # of a parameter, by the dtype of the forward pass
 MOST_LAYERS: Final = 10**6  # no model has more: a number beyond it is a slip
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from omnibal.advise.changes import SAME_STEP, Advice, TriedChange, count_of
 from omnibal.advise.estimate import MODEL_ERROR, STARTING, UNSEEN, Estimate
 from omnibal.advise.measuring import frames_that_fit
-from omnibal.advise.memory import FLOAT16, USUAL
+from omnibal.advise.memory import USUAL
 from omnibal.advise.paste import (
     DataKind,
     Proposal,
@@ -22,7 +22,7 @@ from omnibal.advise.paste import (
     with_layout,
 )
 from omnibal.advise.question import Question
-from omnibal.profile.records import levels_in_words
+from omnibal.profile.records import FLOAT16, levels_in_words
 from omnibal.report.style import (
     BLUE,
     GIB,

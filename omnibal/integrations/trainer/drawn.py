@@ -28,6 +28,7 @@ from omnibal.feeds.buffer import StreamSettings
 from omnibal.feeds.buffer_plan import buffer_of
 from omnibal.feeds.sources import EveryNth, is_indexed, iterated
 from omnibal.feeds.stream import FREE
+from omnibal.formats.collate import uncollated
 from omnibal.integrations.rearranging import Drawn, Phases
 from omnibal.integrations.rearranging_loader import BEGINNING, RearrangingLoader, counted_costs
 from omnibal.integrations.streams import PackedStream
@@ -73,10 +74,6 @@ class Stream:
 
 class _Share(EveryNth, IterableDataset[Any]):
     """The part of a stream as a dataset, for a DataLoader."""
-
-
-def uncollated(items: Any) -> Any:
-    return items
 
 
 class DatasetDraws:

@@ -5,16 +5,16 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from omnibal.advise.memory import FLOAT16, FLOAT32, USUAL, TrainingPrecision, optimizer_of
+from omnibal.advise.memory import USUAL, TrainingPrecision, optimizer_of
 from omnibal.advise.present import OFFLOADS
 from omnibal.advise.wait import Sharding
 from omnibal.device import usable_bytes
-from omnibal.profile.records import ELEMENT_BYTES, ModelProfile
+from omnibal.memory.footprint import REDUCED_AT_ONCE
+from omnibal.profile.records import ELEMENT_BYTES, FLOAT16, FLOAT32, ModelProfile
 from omnibal.ranks import gather
 
 GIB: Final = 2**30
 FULL: Final = "out of memory"
-REDUCED_AT_ONCE: Final = 500_000_000  # DeepSpeed's default of reduce_bucket_size
 
 
 class HeldBytes(NamedTuple):
