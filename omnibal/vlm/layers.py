@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,7 @@ class VisionLanguageModel:
         self._features = features or [()] * (len(records) + 1)
         assert len(self._features) == len(records) + 1
         self._recipes = recipes
+        self._names: dict[int, dict[str, str]] = {}  # as `weight_names` found them
         # Records of a family know sizes alone; here the model is known, and the names of its weights.
         self.records = tuple(replace(record, weights=self.trained_weights(i)) for i, record in enumerate(records))
 
@@ -151,9 +153,15 @@ class VisionLanguageModel:
             found |= {name + key: path + key for key in inner}
         return found
 
-    def weight_names(self, index: int) -> dict[str, str]:
+    def weight_names(self, index: int) -> Mapping[str, str]:
         """From names in layer ``index``'s ``state_dict()`` to names in a Hugging Face folder, or in peft's file."""
-        return {name: self.disk_name(path) for name, path in self.paths(index).items()}
+        if index not in self._names:  # of all layers each layer that is loaded asks for them
+            self._names[index] = {name: self.disk_name(path) for name, path in self.paths(index).items()}
+        return self._names[index]
+
+    def begin_names(self) -> None:
+        """Find names anew, since the skeleton has other weights."""
+        self._names.clear()
 
     def cuts(self, index: int) -> dict[str, Cut]:
         """The modules of layer ``index`` that tensor ranks share, by their names in the layer."""
@@ -198,7 +206,7 @@ class VisionLanguageModel:
         layer = recipe.layer_class(self.config, **{name: deepcopy(self._part(at)) for name, at in recipe.parts.items()})
         return {names[name]: weight.numel() for name, weight in layer.named_parameters() if weight.requires_grad}
 
-    @property
+    @cached_property
     def spare_names(self) -> tuple[str, ...]:
         """Names on disk of weights that no layer has, such as ViT blocks behind the last one whose output is read."""
         # They are neither computed nor trained, and exported as they were loaded.

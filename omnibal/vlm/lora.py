@@ -65,6 +65,7 @@ def add_adapters(model: VisionLanguageModel, config: Any) -> None:
             model.skeleton.get_submodule(path).requires_grad_(True)
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{ADAPTER_CONFIG} must be of this model, got {error}") from error
+    model.begin_names()
     model.adapters = config
     model.records = tuple(_adapted(model, index, record) for index, record in enumerate(model.records))
 
