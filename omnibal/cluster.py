@@ -178,11 +178,9 @@ class Layout:
         """The encoder and the LLM as layouts of their own, where they differ; a spread encoder has a single stage."""
         own = self.encoder
         assert own is not None, "the caller has an encoder"
-        first = replace(
-            self, num_stages=max(own.num_stages, 1), num_replicas=own.num_replicas, num_tensor=own.num_tensor,
-            encoder=None,
-        )  # fmt: skip
-        return first, replace(self, num_stages=self.num_stages - own.num_stages, encoder=None)
+        alone, stages = replace(self, encoder=None), max(own.num_stages, 1)
+        first = replace(alone, num_stages=stages, num_replicas=own.num_replicas, num_tensor=own.num_tensor)
+        return first, replace(alone, num_stages=self.num_stages - own.num_stages)
 
     def of_stage(self, stage: int) -> "Layout":
         """The layout in which all stages have the replicas and tensor ranks of this one."""

@@ -77,9 +77,12 @@ def draw_scene(rng: np.random.Generator, scene: Scene) -> Image.Image:
 
 
 def _fill(
-    canvas: ImageDraw.ImageDraw, shape: str, centre: tuple[float, float], reach: tuple[float, float],
+    canvas: ImageDraw.ImageDraw,
+    shape: str,
+    centre: tuple[float, float],
+    reach: tuple[float, float],
     fill: tuple[int, ...],
-) -> None:  # fmt: skip
+) -> None:
     (x, y), (a, b) = centre, reach
     if shape == "ring":
         canvas.ellipse((x - a, y - b, x + a, y + b), fill=fill)
@@ -279,9 +282,12 @@ def _write_part(folder: Path, part: str, samples: int, seed: int, *, max_turns: 
                 files = [_save(rng, scene, images, f"{index:06}-{side}") for side, scene in enumerate(sample.scenes)]
                 file.write(json.dumps(_record(f"{sample.kinds}-{index}", files, sample.exchanges)) + "\n")
         meta[name] = {
-            "root": str(images.relative_to(folder)), "annotation": str(annotation.relative_to(folder)),
-            "repeat_time": repeat, "length": lines, "data_augment": False,
-        }  # fmt: skip
+            "root": str(images.relative_to(folder)),
+            "annotation": str(annotation.relative_to(folder)),
+            "repeat_time": repeat,
+            "length": lines,
+            "data_augment": False,
+        }
     (folder / f"{part}.json").write_text(json.dumps(meta, indent=2) + "\n")
     return tuple(folder / entry["annotation"] for entry in meta.values())
 
@@ -325,13 +331,18 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator(texts, trainer)
     wrap: Any = PreTrainedTokenizerFast  # untyped in transformers
     return wrap(  # type: ignore[no-any-return]
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE,
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
         extra_special_tokens={
-            "start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
             "video_token": "<video>",
         },
-    )  # fmt: skip
+    )
 
 
 def small_config(tokenizer: PreTrainedTokenizerFast) -> InternVLConfig:

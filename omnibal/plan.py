@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
@@ -136,10 +137,8 @@ class Plan:
         """Predict one step; arguments and errors as of :func:`omnibal.pipeline.simulate.simulate_step`."""
         self._check(profile)
         links, encoder_links = self.links_of_parts
-        return simulate_step(
-            profile, self.partition, loads, links, layout=self.layout, encoder_links=encoder_links,
-            recompute=self.recompute, schedule=self.make_schedule(),
-        )  # fmt: skip
+        run = partial(simulate_step, layout=self.layout, recompute=self.recompute, schedule=self.make_schedule())
+        return run(profile, self.partition, loads, links, encoder_links=encoder_links)
 
     @property
     def links_of_parts(self) -> tuple[Links, Links]:

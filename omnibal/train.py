@@ -320,11 +320,9 @@ def _calibrate(
 ) -> None:
     """Correct counted costs by the steps that were timed, log them, and say by how much a plan's promise was off."""
     resolved, plan = engine.resolved, engine.plan
-    name = device_name(engine.device)
-    counted = analytic_profile(
-        resolved.vlm.records, device_to_count(name), dtype=resolved.layout.precision,
-        frozen=resolved.section.model.frozen, tensor_parallel=resolved.layout.num_tensor,
-    )  # fmt: skip
+    name, frozen = device_name(engine.device), resolved.section.model.frozen
+    device, dtype, degree = device_to_count(name), resolved.layout.precision, resolved.layout.num_tensor
+    counted = analytic_profile(resolved.vlm.records, device, dtype=dtype, frozen=frozen, tensor_parallel=degree)
     found = calibrate(counted, passes, plan.recompute, device=name)
     if found is None:
         return

@@ -6,7 +6,7 @@ open the same data, lay the model out alike and follow the same plan.
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -175,10 +175,12 @@ class Workspace:
 
         data = self.section.data
         return open_dataset(
-            **self._data(part), decode=data.decode, measured=measured,
+            **self._data(part),
+            decode=data.decode,
+            measured=measured,
             cache=self.section.run.files.lengths if cache is None else cache,
             each_once=part == "train" and data.mixture is not None,
-        )  # fmt: skip
+        )
 
     def streams(self, workers: int) -> "dict[str, ConversationStream]":
         from omnibal.formats.conversations import open_streams
@@ -193,9 +195,13 @@ class Workspace:
                 f"dataset must be given, got none; pass it to initialize or set omnibal.data.{part} in {self.source}"
             )
         return {
-            "paths": path, "model_folder": self.model_folder, "image_folder": data.images, "max_tiles": data.max_tiles,
-            "max_image_pixels": data.max_image_pixels, "broken": data.broken,
-        }  # fmt: skip
+            "paths": path,
+            "model_folder": self.model_folder,
+            "image_folder": data.images,
+            "max_tiles": data.max_tiles,
+            "max_image_pixels": data.max_image_pixels,
+            "broken": data.broken,
+        }
 
     def measured_lengths(self, cache: Path) -> FoundLengths:
         dataset = self.dataset("train", cache)
@@ -290,7 +296,7 @@ class Workspace:
         check_degree(self.records, self.num_tensor)
         if self.measures:
             return self._saved(self._measured_profile(limits or self.limits))
-        return self._saved(self._counted_profile(self.cluster.device))
+        return self._saved(self.counted_profile(self.cluster.device))
 
     def _saved(self, profile: ModelProfile) -> ModelProfile:
         if self.files is not None:
@@ -299,18 +305,17 @@ class Workspace:
         return profile
 
     def corrected_profile(self, calibration: Calibration) -> ModelProfile:
-        return calibration.apply(self._counted_profile(Device.named(calibration.counted_for)))
+        return calibration.apply(self.counted_profile(Device.named(calibration.counted_for)))
 
     def take_measured(self, calibration: Calibration) -> None:
         made = self.corrected_profile(calibration)
         self._check_profile(made)
         self.overrides = replace(self.overrides, profile=self._saved(made))
 
-    def _counted_profile(self, device: Device) -> ModelProfile:
-        return analytic_profile(
-            self.records, device, dtype=dtype_of(self.config), frozen=self.section.model.frozen,
-            tensor_parallel=self.num_tensor,
-        )  # fmt: skip
+    def counted_profile(self, device: Device, tensor_parallel: int | Mapping[str, int] | None = None) -> ModelProfile:
+        dtype, frozen = dtype_of(self.config), self.section.model.frozen
+        degrees = self.num_tensor if tensor_parallel is None else tensor_parallel
+        return analytic_profile(self.records, device, dtype=dtype, tensor_parallel=degrees, frozen=frozen)
 
     def _measured_profile(self, limits: PackLimits) -> ModelProfile:
         import torch
@@ -324,10 +329,14 @@ class Workspace:
         with self.working("measuring") as report, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", MeasurementWarning)
             made = measure_profile(
-                self.model, limits, dtype=getattr(torch, dtype_of(self.config)), device=this_device(),
-                frozen=self.section.model.frozen, num_tensor=self.num_tensor,
+                self.model,
+                limits,
+                dtype=getattr(torch, dtype_of(self.config)),
+                device=this_device(),
+                frozen=self.section.model.frozen,
+                num_tensor=self.num_tensor,
                 report=lambda name: report(f"measuring {name}"),
-            )  # fmt: skip
+            )
         self.warnings += [str(entry.message) for entry in caught if issubclass(entry.category, MeasurementWarning)]
         return made if links is None else with_sums(made, self.records, links)
 
@@ -353,9 +362,11 @@ class Workspace:
     def _check_profile(self, found: ModelProfile, *, is_named: bool = False) -> None:
         """Refuse a profile of other layers or settings, or, unless the command line names it, of another device."""
         found.check_matches(
-            records=None if self.section.model.path is None else self.records, dtype=dtype_of(self.config),
-            tensor_parallel=self.num_tensor, frozen=self.section.model.frozen,
-        )  # fmt: skip
+            records=None if self.section.model.path is None else self.records,
+            dtype=dtype_of(self.config),
+            tensor_parallel=self.num_tensor,
+            frozen=self.section.model.frozen,
+        )
         if is_named:
             return
         cluster = self.known_cluster

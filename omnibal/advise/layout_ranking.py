@@ -125,9 +125,14 @@ class LayoutRanking:
             ]
             try:
                 found = allocate(
-                    modules, devices, global_batch=max(self.scenario.samples_per_step // samples, 1),
-                    device_memory_bytes=self._formula.room, degrees=counted, replicas=replicas, most=MOST_ALLOCATED,
-                )  # fmt: skip
+                    modules,
+                    devices,
+                    global_batch=max(self.scenario.samples_per_step // samples, 1),
+                    device_memory_bytes=self._formula.room,
+                    degrees=counted,
+                    replicas=replicas,
+                    most=MOST_ALLOCATED,
+                )
             except InfeasibleError as lacking:
                 missing.append(lacking.missing_bytes)
                 continue

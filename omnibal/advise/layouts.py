@@ -274,10 +274,11 @@ class Weighing:
         unhidden = np.mean(
             [
                 exposed_seconds(kept.memory.held, recipe.sharding, self._cluster, phases, hides=False).sum()
-                * devices / batches.num_samples
+                * devices
+                / batches.num_samples
                 for phases, batches in zip(costs, kept.batches, strict=True)
             ]
-        )  # fmt: skip
+        )
         openly = whole - hidden + float(unhidden)
         shares = {"useful": useful, "waits": waited, "recomputation": recomputed, "communication": sent}
         return WeighedLayout(

@@ -369,9 +369,10 @@ def _unread(content: Content, optimizer: Any = None, key: str = "") -> dict[str,
     """What matters and has no part in an answer: a switch that is on (True == 1), but not a degree of 1."""
     unknown = {key: f"{optimizer} (counted as AdamW)"} if optimizer and not _known_optimizer(optimizer) else {}
     return unknown | {
-        name: str(content[name]) for name in UNREAD if content.get(name) not in (None, False, "", 0, 1, [], {}, "auto")
-        or content.get(name) is True
-    }  # fmt: skip
+        name: str(content[name])
+        for name in UNREAD
+        if content.get(name) not in (None, False, "", 0, 1, [], {}, "auto") or content.get(name) is True
+    }
 
 
 def _section(content: Content, key: str) -> Content:

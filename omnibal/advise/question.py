@@ -20,7 +20,7 @@ from omnibal.device import Device
 from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.profile.calibration import Calibration
 from omnibal.profile.counted import analytic_profile
-from omnibal.profile.records import ModelProfile
+from omnibal.profile.records import Level, ModelProfile
 
 if TYPE_CHECKING:
     from omnibal.advise.layouts import LayoutAnswer
@@ -139,10 +139,9 @@ class Question:
         """The present way of training."""
         present = self.present
         limits = PackLimits(MOST, present.cutoff or MOST) if present.batching == "packed" else None
-        return Recipe(
-            present.sharding or "ddp", present.batching or "random", *self._batches(),
-            "none" if present.recompute is False else "full", limits, offloaded=present.offloaded or (),
-        )  # fmt: skip
+        sharding, batching = present.sharding or "ddp", present.batching or "random"
+        recompute: Level = "none" if present.recompute is False else "full"
+        return Recipe(sharding, batching, *self._batches(), recompute, limits, offloaded=present.offloaded or ())
 
     def _batches(self) -> tuple[int, int]:
         """Samples of a micro-batch, and micro-batches of a rank's step; what is not said follows as in DeepSpeed."""
@@ -173,10 +172,17 @@ class Question:
         if self.costs is None and not present.lora:
             adapted = adapted_profile(self.model.records, device, rank=LORA_RANK)  # what would fit
         asked = Scenario(
-            lengths, counted, self.cluster, per_step, adapted=adapted,
-            spares_rows=spares_rows, fills=present.host in (None, "transformers") and not self.measured.is_stream,
-            offered=offered, cutoff=present.cutoff, precision=present.precision,
-        )  # fmt: skip
+            lengths,
+            counted,
+            self.cluster,
+            per_step,
+            adapted=adapted,
+            spares_rows=spares_rows,
+            fills=present.host in (None, "transformers") and not self.measured.is_stream,
+            offered=offered,
+            cutoff=present.cutoff,
+            precision=present.precision,
+        )
         if recipe.limits is None:
             return asked
         # Packs of random samples are not full: a step has the samples that these hold. Other samples are drawn for a

@@ -97,9 +97,11 @@ def advise(
     check_picture("--plot", plot)
     # Options go before what --today's file says; None leaves a setting to the file.
     own = Present(
-        batch=batch, accumulation=accumulation, frozen=tuple(frozen) if frozen else None,
+        batch=batch,
+        accumulation=accumulation,
+        frozen=tuple(frozen) if frozen else None,
         lora={True: LORA_RANK, False: 0, None: None}[lora],
-    )  # fmt: skip
+    )
     machines = read_cluster(cluster) if cluster else devices_at_hand()
     if machines is None:
         raise ConfigError("--cluster must name the machines, such as 8xA100-80GB, got none and no CUDA device here")

@@ -12,7 +12,7 @@ from omnibal.advise.layouts import KINDS, Kind, LayoutAnswer, weigh_layouts
 from omnibal.advise.paste import offered_by
 from omnibal.advise.question import MEASURED
 from omnibal.cluster import Cluster
-from omnibal.config import dtype_of, layout_of
+from omnibal.config import layout_of
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.limits import PackLimits, choose_limits
 from omnibal.errors import ConfigError, InfeasibleError
@@ -22,7 +22,6 @@ from omnibal.plan import Plan
 from omnibal.planner import PlanRequest, PlanResult, make_plan
 from omnibal.planner.packings import Packing, spread_steps
 from omnibal.planner.search import Variant
-from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LayerCost, ModelProfile, every_layer
 from omnibal.report.layouts import LayoutReport
 from omnibal.workspace import Workspace
@@ -36,8 +35,10 @@ STEPS: Final = 32  # steps of an epoch that the present configuration and the pl
 MEDIAN_OF: Final = 32  # steps, spread over an epoch, of which the median one is taken
 LayoutChoice = Literal["auto", "pipeline", "spread", "units"]
 WEIGHED: Final[Mapping[LayoutChoice, tuple[Kind, ...]]] = {
-    "auto": tuple(KINDS), "spread": ("spread",), "units": ("units",),
-}  # fmt: skip
+    "auto": tuple(KINDS),
+    "spread": ("spread",),
+    "units": ("units",),
+}
 
 
 def plan_of(workspace: Workspace) -> Plan:
@@ -192,13 +193,11 @@ def scenario_of(workspace: Workspace, cluster: Cluster, samples_per_step: int) -
     if not any(layer.kind == "head" and "vocab" in layer.sizes for layer in profile.layers):
         raise ConfigError("profile must have a head of a known vocabulary for --layout, got none; make it again")
     if counts_layers(workspace) and workspace.num_tensor > 1:
-        frozen, dtype = workspace.section.model.frozen, dtype_of(workspace.config)
-        profile = analytic_profile(workspace.records, cluster.device, dtype=dtype, frozen=frozen)
+        profile = workspace.counted_profile(cluster.device, 1)
     profile.check_matches(tensor_parallel=1)
-    return Scenario(
-        lengths, profile, cluster, samples_per_step, spares_rows=lengths.target_tokens is not None,
-        offered=offered_by("transformers", has_targets=lengths.target_tokens is not None),
-    )  # fmt: skip
+    has_targets = lengths.target_tokens is not None
+    offered = offered_by("transformers", has_targets=has_targets)
+    return Scenario(lengths, profile, cluster, samples_per_step, spares_rows=has_targets, offered=offered)
 
 
 def rate_of(workspace: Workspace, plan: Plan) -> float:
@@ -232,10 +231,7 @@ def weigh(workspace: Workspace, request: PlanRequest, choice: LayoutChoice) -> L
             raise ConfigError(f"{choice} with tensor ranks, which omnibal cannot train")
         if not is_counted:
             raise ConfigError(MEASURED)
-        return analytic_profile(
-            workspace.records, request.cluster.device, dtype=dtype_of(workspace.config),
-            frozen=workspace.section.model.frozen, tensor_parallel={"vision": encoder, "language": language},
-        )  # fmt: skip
+        return workspace.counted_profile(request.cluster.device, {"vision": encoder, "language": language})
 
     scenario = scenario_of(workspace, request.cluster, request.global_batch)
     with workspace.working("weighing layouts") as said:

@@ -51,7 +51,7 @@ INSTEAD: Final[Mapping[str, str]] = {
     **dict.fromkeys(("checkpoint", "datastates_ckpt"), "omnibal.run says when and how checkpoints are written"),
     "flops_profiler": "`omnibal profile --measure` measures layers",
     "autotuning": "`omnibal plan` finds what is fastest",
-}  # fmt: skip
+}
 # What has inner keys that matter here.
 OBJECTS: Final = (
     "bf16", "fp16", "zero_optimization", "data_types", "optimizer", "optimizer.params", "scheduler",

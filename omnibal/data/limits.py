@@ -188,7 +188,5 @@ def fullest_load(lengths: SampleLengths, limits: PackLimits) -> Load:
         loads.append(Packs(over, np.arange(len(over) + 1)).load(lengths).max())
     most, seen = Load.stack(loads).max(), lengths.llm_tokens[lengths.vision_units > 0]
     filler = float(seen.min(initial=lengths.summary.max_llm_tokens)) if len(seen) else 0.0
-    return Load(
-        most.vision_units, most.llm_tokens + filler, most.llm_tokens_squared + filler**2, most.vision_squared,
-        most.target_tokens, most.sound_units,
-    )  # fmt: skip
+    tokens = most.llm_tokens + filler, most.llm_tokens_squared + filler**2
+    return Load(most.vision_units, *tokens, most.vision_squared, most.target_tokens, most.sound_units)

@@ -175,10 +175,8 @@ def _search(held: csr_array, ranks_per_node: int) -> IntArray:
     node_of[nowhere] = np.repeat(np.arange(len(room)), room)
     # Of each rank the lists that it holds something of, those first of which it holds most.
     wanted = entries.col[np.lexsort((-entries.data, entries.row))].astype(np.int64)
-    _relieve(
-        node_of, _sent(held, node_of, ranks_per_node), _indices(held)[0], wanted, *_indices(lists), lists.data,
-        ranks_per_node, TRIALS + TRIALS_PER_RANK * num_ranks,
-    )  # fmt: skip
+    sent, trials = _sent(held, node_of, ranks_per_node), TRIALS + TRIALS_PER_RANK * num_ranks
+    _relieve(node_of, sent, _indices(held)[0], wanted, *_indices(lists), lists.data, ranks_per_node, trials)
     return node_of
 
 

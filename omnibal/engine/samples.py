@@ -276,8 +276,11 @@ class PipelineStreamFeed(StreamFeed):
         """The positions of all replicas, the same on all ranks; all ranks together."""
         replicas = self._drawing_first(gather(vars(self.position)))[: self.num_replicas]
         return {
-            "version": VERSION, "made_from": self.made_from, "steps_done": self.steps_done, "replicas": replicas,
-        }  # fmt: skip
+            "version": VERSION,
+            "made_from": self.made_from,
+            "steps_done": self.steps_done,
+            "replicas": replicas,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a position; sources go on by their names, and a new one begins at its start."""

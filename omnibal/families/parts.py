@@ -120,11 +120,15 @@ def attention_and_mlp(
 TEXT_CUTS = {
     "language_model.embed_tokens": Cut("vocab"),
     **attention_and_mlp(
-        "language_model.layers.*", "self_attn.q_proj", "self_attn.o_proj", ("mlp.gate_proj", "mlp.up_proj"),
-        "mlp.down_proj", keys=("self_attn.k_proj", "self_attn.v_proj"),
+        "language_model.layers.*",
+        "self_attn.q_proj",
+        "self_attn.o_proj",
+        ("mlp.gate_proj", "mlp.up_proj"),
+        "mlp.down_proj",
+        keys=("self_attn.k_proj", "self_attn.v_proj"),
     ),
     "lm_head": Cut("vocab"),
-}  # fmt: skip
+}
 # Of CLIP's and SigLIP's blocks, and of a projector of two matrices.
 TOWER_CUTS = {
     **attention_and_mlp(

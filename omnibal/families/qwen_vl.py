@@ -309,7 +309,10 @@ def _carrying(records: Sequence[LayerRecord], deepstack: Sequence[int]) -> tuple
 
 CUTS = {
     **attention_and_mlp(
-        "visual.blocks.*", "attn.qkv", "attn.proj", ("mlp.fc1", "mlp.linear_fc1", "mlp.gate_proj", "mlp.up_proj"),
+        "visual.blocks.*",
+        "attn.qkv",
+        "attn.proj",
+        ("mlp.fc1", "mlp.linear_fc1", "mlp.gate_proj", "mlp.up_proj"),
         "mlp.*fc2",
     ),
     "visual.blocks.*.attn.qkv": Cut("heads", parts=3),
@@ -321,7 +324,7 @@ CUTS = {
     "visual.deepstack_merger_list.*.linear_fc1": Cut("shuffled"),
     "visual.deepstack_merger_list.*.linear_fc2": Cut("shuffled", 1),
     **TEXT_CUTS,
-}  # fmt: skip
+}
 SECOND = Family(
     model_types=("qwen2_vl", "qwen2_5_vl"),
     image_rule=image_rule,

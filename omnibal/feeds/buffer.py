@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NamedTuple, get_args
 
 import numpy as np
@@ -88,11 +89,9 @@ class SampleBuffer:
         self._most_bytes = np.inf if most_bytes is None else integer("buffer_bytes", most_bytes, 1)
         self._read, self._repeats = read, mixture is not None
         self._sources: list[Source] = []
+        share = partial(divided, part=part, seed=settings.seed, repeats=self._repeats, first_pass=first_pass)
         for name in self._mixture.sources:
-            items = divided(
-                name, sources[name], rank, division, part=part, seed=settings.seed, repeats=self._repeats,
-                first_pass=first_pass,
-            )  # fmt: skip
+            items = share(name, sources[name], rank, division)
             self._sources.append(Source(name, items, repeats=self._repeats, first_pass=first_pass))
         # What each source is owed: the sum of its shares minus what it gave. The next sample is of the one owed most.
         self._owed = np.zeros(len(self._sources))

@@ -311,9 +311,13 @@ class ConversationStream:
         self._begins = RowPosition()
         # A generator of its own, since this is drawn in a thread beside the model's.
         loader = DataLoader(
-            rows, batch_size=None, collate_fn=uncollated, num_workers=self._workers, generator=torch.Generator(),
+            rows,
+            batch_size=None,
+            collate_fn=uncollated,
+            num_workers=self._workers,
+            generator=torch.Generator(),
             worker_init_fn=leave_ends_to_parent,
-        )  # fmt: skip
+        )
         for position, found in loader:
             self._position = position
             if isinstance(found, Problem) and self._broken == "error":

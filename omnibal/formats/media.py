@@ -343,10 +343,10 @@ class SoundFormat:
         padded to the longest sound that the extractor knows.
         """
         samples = [self.decoded(sound, header) for sound, header in zip(sounds, headers, strict=True)]
+        rate = self._extractor.sampling_rate
         made = self._extractor(
-            samples, sampling_rate=self._extractor.sampling_rate, padding="max_length", return_attention_mask=True,
-            return_tensors="pt",
-        )  # fmt: skip
+            samples, sampling_rate=rate, padding="max_length", return_attention_mask=True, return_tensors="pt"
+        )
         return {"input_features": made["input_features"], "feature_attention_mask": made["attention_mask"]}
 
     def decoded(self, sound: Picture, header: SoundHeader) -> npt.NDArray[np.float32]:

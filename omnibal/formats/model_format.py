@@ -45,11 +45,14 @@ PADDED_TILES = 5
 # Conversations by which a chat template is compared with ChatML.
 PROBES: Final = (
     Conversation((Turn("user", "question"), Turn("assistant", PROBE)), ()),
-    Conversation((
-        *(Turn("system", "rule"), Turn("user", f"{IMAGE_MARK}\nquestion")),
-        *(Turn("assistant", PROBE), Turn("user", "question"), Turn("assistant", PROBE)),
-    ), (b"",)),
-)  # fmt: skip
+    Conversation(
+        (
+            *(Turn("system", "rule"), Turn("user", f"{IMAGE_MARK}\nquestion")),
+            *(Turn("assistant", PROBE), Turn("user", "question"), Turn("assistant", PROBE)),
+        ),
+        (b"",),
+    ),
+)
 
 
 def load_part(auto_class: Any, folder: Path, **options: Any) -> Any:

@@ -88,9 +88,16 @@ def _write_first_arrivals(neighbours: IntArray, arrivals: FloatArray) -> None:
 
 @compiled
 def run_steps(
-    times: StepTimes, table: Table, boundaries: IntArray, num_steps: int, blocking: bool, head_start: float,
-    starts: FloatArray, ends: FloatArray, reduced: FloatArray,
-) -> FloatArray:  # fmt: skip
+    times: StepTimes,
+    table: Table,
+    boundaries: IntArray,
+    num_steps: int,
+    blocking: bool,
+    head_start: float,
+    starts: FloatArray,
+    ends: FloatArray,
+    reduced: FloatArray,
+) -> FloatArray:
     """Seconds of each step, (steps,), under one partition; empty if there is a deadlock.
 
     Replicas do not meet within a step, but for those of units, which the table holds as one.

@@ -108,12 +108,12 @@ class Simulation:
     @property
     def events(self) -> list[Event]:
         """Every instruction, row by row in the order in which it ran."""
+        columns = self.table.operations, self.table.micro_batches, self.starts, self.ends
         return [
-            Event(stage, Operation(int(self.table.operations[stage, i])), int(self.table.micro_batches[stage, i]),
-                  float(self.starts[stage, i]), float(self.ends[stage, i]))
+            Event(stage, Operation(operation), micro_batch, start, end)
             for stage, length in enumerate(self.table.lengths)
-            for i in range(length)
-        ]  # fmt: skip
+            for operation, micro_batch, start, end in zip(*(c[stage, :length].tolist() for c in columns), strict=True)
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,10 +269,8 @@ def simulate_step(
         check_units(layout)
         load = Load.stack([numbered(load)])
         unit = Unit(border, layout.encoder.num_replicas, encoder_links or links)
-    times = step_times(
-        profile, load, links, zero_stage=layout.zero_stage, recompute=recompute, num_replicas=layout.num_replicas,
-        unit=unit,
-    )  # fmt: skip
+    zero, replicas = layout.zero_stage, layout.num_replicas
+    times = step_times(profile, load, links, zero_stage=zero, recompute=recompute, num_replicas=replicas, unit=unit)
     return _run_step(profile, times, partition, schedule, mode)
 
 
@@ -327,9 +325,13 @@ def _with_images(simulation: Simulation, begins: float, passes: Sequence[tuple[O
 
 
 def _run_step(
-    profile: ModelProfile, times: StepTimes, partition: Partition, schedule: Schedule, mode: Mode,
+    profile: ModelProfile,
+    times: StepTimes,
+    partition: Partition,
+    schedule: Schedule,
+    mode: Mode,
     head_start: float = 0.0,
-) -> StepSimulation:  # fmt: skip
+) -> StepSimulation:
     boundaries = np.array(partition.boundaries)
     schedule = schedule.with_frozen_front(int(frozen_stages(profile, boundaries)))
     table = table_of(schedule, mode)

@@ -216,11 +216,9 @@ class EncoderWork:
         cls, encoder: ModelProfile, load: Load, layout: Layout, links: Links, recompute: Sequence[str] | None = None
     ) -> EncoderWork:
         """``load`` holds the micro-batches of the step, (replicas, micro-batches); ``links`` join all devices."""
-        share, devices = share_of_step(load.mean() * load.shape[1], layout), layout.parts[0].num_replicas
-        times = step_times(
-            encoder, [share.reshape((1,))], links, zero_stage=layout.zero_stage, recompute=recompute,
-            num_replicas=devices,
-        )  # fmt: skip
+        shares = [share_of_step(load.mean() * load.shape[1], layout).reshape((1,))]
+        zero, devices = layout.zero_stage, layout.parts[0].num_replicas
+        times = step_times(encoder, shares, links, zero_stage=zero, recompute=recompute, num_replicas=devices)
         return cls(times, Exchanges.of(encoder, load, layout, links))
 
     @property

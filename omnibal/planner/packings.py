@@ -294,10 +294,10 @@ class _Packer:
         return (best[counts[place]] for place in places if counts)
 
     def _arrange(self, limits: PackLimits, micro_batches: int) -> Epoch:
+        method, seed, ranks = self.request.method, self.request.seed, self.num_replicas
         return arrange_epoch(
-            self.part, limits, num_replicas=self.num_replicas, micro_batches=micro_batches,
-            method=self.request.method, seed=self.request.seed,
-        )  # fmt: skip
+            self.part, limits, num_replicas=ranks, micro_batches=micro_batches, method=method, seed=seed
+        )
 
     def _micro_batches(self, samples_per_pack: float) -> int:
         # Several encoders share the micro-batches of one of the LLM's replicas alike.

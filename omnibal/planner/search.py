@@ -361,10 +361,8 @@ def variants_up_to(
     unsplit = replace(plan, schedule="1f1b", predicted=None)
     cut = replace(unsplit, partition=cut_parts(profile.layers, trained, plan.layout), recompute=full)
     before: StepLoads = tuple(tuple(step) for step in padded)
-    random = Variant(
-        RANDOM, profile, replace(cut, micro_batches=micro_batches), before,
-        float(num_replicas * micro_batches * batch_size),
-    )  # fmt: skip
+    samples = float(num_replicas * micro_batches * batch_size)
+    random = Variant(RANDOM, profile, replace(cut, micro_batches=micro_batches), before, samples)
     plans = {"+ data": cut, "+ model": replace(unsplit, recompute=full), "+ memory": unsplit}
     if plan.schedule != "1f1b":
         plans["+ schedule"] = plan

@@ -73,10 +73,8 @@ class StepCosts:
         if encoder is not None:
             own = self.request.cluster.links_of(self.layout, of_encoder=True)
             unit = Unit(encoder_layers(self.profile.layers), encoder.num_replicas, own)
-        return step_times(
-            self.profile, self._loads, self.links, zero_stage=self.layout.zero_stage,
-            num_replicas=self.layout.num_replicas, unit=unit,
-        )  # fmt: skip
+        zero, replicas = self.layout.zero_stage, self.layout.num_replicas
+        return step_times(self.profile, self._loads, self.links, zero_stage=zero, num_replicas=replicas, unit=unit)
 
     def times_at(self, levels: tuple[Level, ...]) -> StepTimes:
         if set(levels) == {"none"}:
@@ -233,10 +231,9 @@ class SpreadModel(StepModel):
         packing, request, behind = costs.packing, costs.request, costs.behind.layout
         self._encoder, self._level, self._spread = split_profile(costs.profile)[0], level, costs
         self._of_encoder = self._encoder.levels_like(every_layer(level, len(self._encoder.layers)))
-        self.beside = SpreadFootprint(
-            costs.profile, packing.largest, packing.fullest_mean, schedule_of(behind, packing.micro_batches, schedule),
-            costs.layout, request.cluster.overhead_bytes,
-        )  # fmt: skip
+        loads, overhead = (packing.largest, packing.fullest_mean), request.cluster.overhead_bytes
+        table = schedule_of(behind, packing.micro_batches, schedule)
+        self.beside = SpreadFootprint(costs.profile, *loads, table, costs.layout, overhead)
         self._device_bytes = request.budgets(behind)
         held = self.beside.beside_bytes(self._of_encoder)
         left = tuple(most - own for most, own in zip(self._device_bytes, held, strict=True))

@@ -133,10 +133,9 @@ def calibrate(
     unit, pulls = float(np.median(seconds / counted.sum(axis=1))), _PULL * np.eye(len(PARTS))
     rows = np.vstack([counted * unit / seconds[:, None], pulls])
     aim = np.concatenate([np.ones(len(seconds)), np.full(len(PARTS), _PULL)])
-    factors = unit * least_squares(
-        lambda factors: rows @ factors - aim, np.ones(len(PARTS)), jac=lambda factors: rows, bounds=(0, np.inf),
-        loss="soft_l1", f_scale=_OUTLIER,
-    ).x  # fmt: skip
+    robust = {"bounds": (0, np.inf), "loss": "soft_l1", "f_scale": _OUTLIER}
+    found = least_squares(lambda each: rows @ each - aim, np.ones(len(PARTS)), jac=lambda _: rows, **robust)
+    factors = unit * found.x
     fitted = counted * factors
 
     def ratio(module: str) -> float:
@@ -146,10 +145,15 @@ def calibrate(
         return float(fitted[:, parts].sum() / counted[:, parts].sum())
 
     return Calibration(
-        device=device, counted_for=profile.device, layers=_hash_of(profile), passes=len(seconds),
+        device=device,
+        counted_for=profile.device,
+        layers=_hash_of(profile),
+        passes=len(seconds),
         error=float(np.median(np.abs(fitted.sum(axis=1) / seconds - 1))),
-        vision=ratio("vision"), language=ratio("language"), factors=dict(zip(PARTS, factors.tolist(), strict=True)),
-    )  # fmt: skip
+        vision=ratio("vision"),
+        language=ratio("language"),
+        factors=dict(zip(PARTS, factors.tolist(), strict=True)),
+    )
 
 
 def _counted(profile: ModelProfile, passes: Sequence[TimedPass], recompute: Sequence[Level]) -> FloatArray:

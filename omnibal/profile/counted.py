@@ -92,10 +92,12 @@ def with_sums(measured: ModelProfile, records: Sequence[LayerRecord], device: De
         }
         layers.append(
             replace(
-                layer, forward_seconds=layer.forward_seconds + ahead, backward_seconds=layer.backward_seconds + back,
+                layer,
+                forward_seconds=layer.forward_seconds + ahead,
+                backward_seconds=layer.backward_seconds + back,
                 recompute_seconds=again,
             )
-        )  # fmt: skip
+        )
     return replace(measured, layers=tuple(layers))
 
 

@@ -299,9 +299,10 @@ class ModelProfile:
             "device": (self.device, device or self.device),
             "dtype": (self.dtype, dtype or self.dtype),
             "tensor_parallel": (
-                _one_or_all(self.tensor_parallel), _one_or_all(degrees_of(tensor_parallel or self.tensor_parallel)),
+                _one_or_all(self.tensor_parallel),
+                _one_or_all(degrees_of(tensor_parallel or self.tensor_parallel)),
             ),
-        }  # fmt: skip
+        }
         for name, version in (versions or {}).items():
             pairs[f"version of {name}"] = (self.versions.get(name, version), version)
         if frozen is not None:
@@ -327,9 +328,13 @@ class ModelProfile:
                 for name in group.names
             )
             profile = cls(
-                layers, device=content.device, dtype=content.dtype, tensor_parallel=degrees_of(content.tensor_parallel),
-                versions=content.versions, frozen=content.frozen,
-            )  # fmt: skip
+                layers,
+                device=content.device,
+                dtype=content.dtype,
+                tensor_parallel=degrees_of(content.tensor_parallel),
+                versions=content.versions,
+                frozen=content.frozen,
+            )
             if _hash(profile._content()) != content.hash:
                 raise ConfigError(f"profile must have the hash {content.hash} it was saved with, got changed content")
         except ConfigError as error:

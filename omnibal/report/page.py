@@ -204,11 +204,16 @@ def _timeline(part: PlanPart, folder: Path) -> str:
 def _gain(part: PlanPart, _: Path) -> str:
     first = part.variants[0]
     rows = [
-        (variant.name, milliseconds(variant.step_seconds), f"{variant.samples_per_step:,.0f}",
-         f"{variant.samples_per_second:,.1f}", f"{variant.bubble_ratio:.0%}",
-         f"{variant.samples_per_second / first.samples_per_second:.2f} ×")
+        (
+            variant.name,
+            milliseconds(variant.step_seconds),
+            f"{variant.samples_per_step:,.0f}",
+            f"{variant.samples_per_second:,.1f}",
+            f"{variant.bubble_ratio:.0%}",
+            f"{variant.samples_per_second / first.samples_per_second:.2f} ×",
+        )
         for variant in part.variants
-    ]  # fmt: skip
+    ]
     return section(
         "What it gains, one idea after the other",
         paragraph(

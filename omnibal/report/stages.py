@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -203,11 +203,9 @@ class Explanation:
         if plan.num_stages == 1 or plan.layout.encoder is not None:
             return {}
         found: dict[str, Row] = {}
+        searched = partial(search_partition, zero_stage=plan.layout.zero_stage, recompute=plan.recompute, top=1)
         for method in METHODS:
-            search = search_partition(
-                self.profile, loads, plan.num_stages, plan.links, method=method, zero_stage=plan.layout.zero_stage,
-                recompute=plan.recompute, top=1,
-            )  # fmt: skip
+            search = searched(self.profile, loads, plan.num_stages, plan.links, method=method)
             cut = replace(plan, partition=search.best.partition)
             figures = step_figures(self.profile, cut, cut.simulate(self.profile, loads), self.packing.largest)
             found[method] = {**figures, "gap": search.gap, "lower_bound_seconds": search.lower_bound_seconds}
@@ -309,9 +307,14 @@ def _draw(axes: Axes, simulation: Simulation, unit: float, end: float) -> None:
         share = idle / simulation.makespan_seconds if simulation.makespan_seconds else 0.0
         axes.annotate(
             f"idle {short(unit * idle)} ({share:.0%})",
-            (1.0, stage), xycoords=("axes fraction", "data"), xytext=(4, 0), textcoords="offset points",
-            va="center", fontsize=8, color=GREY,
-        )  # fmt: skip
+            (1.0, stage),
+            xycoords=("axes fraction", "data"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            color=GREY,
+        )
     axes.axvline(unit * simulation.makespan_seconds, color=GREY, linewidth=0.8, linestyle=":")
     # stage 0 on top
     axes.set(ylim=(len(stages) - 0.5, -0.5), xlim=(0, end), yticks=[*stages])

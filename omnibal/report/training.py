@@ -316,10 +316,8 @@ def plot_answers(answers: Sequence[Answer], path: Path) -> None:
             # An empty axis has no label: the answer is a text below the picture.
             words = said if right in (None, said) else f"{said} (right: {right})"
             colour = "black" if right is None else GREEN if said == right else VERMILION
-            axes.text(
-                0.5, -0.04, fill(words, WORDS), fontsize=9, color=colour, transform=axes.transAxes, ha="center",
-                va="top",
-            )  # fmt: skip
+            text, below = fill(words, WORDS), axes.transAxes
+            axes.text(0.5, -0.04, text, fontsize=9, color=colour, transform=below, ha="center", va="top")
 
 
 def _side_by_side(images: Sequence[Image.Image]) -> NDArray[np.uint8]:

@@ -217,9 +217,15 @@ def _(query: Tensor, *others: Any) -> Tensor:
 
 @torch.library.custom_op("omnibal::each_sample_backward", mutates_args=())
 def each_sample_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scaling: float | None, causal: bool,
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    scaling: float | None,
+    causal: bool,
     window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; attention is computed once more."""
     terms = _Terms(0.0, scaling, causal, window)
     # Within an operator nothing is recorded for a backward pass, but functorch records for itself.

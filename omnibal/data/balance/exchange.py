@@ -76,9 +76,15 @@ class Goal(NamedTuple):
 
 @compiled_part
 def exchange(
-    tables: Tables, rules: Rules, pack: Integer, other: Integer, vision_bias: Integer, gain: int, round_index: int,
+    tables: Tables,
+    rules: Rules,
+    pack: Integer,
+    other: Integer,
+    vision_bias: Integer,
+    gain: int,
+    round_index: int,
     repairs: bool,
-) -> bool:  # fmt: skip
+) -> bool:
     """Swap the subsets of two packs that fit best; tell whether there are any. Both packs keep a sample.
 
     Args:
@@ -327,9 +333,15 @@ def least_over(subsets: Int32Array, num_mine: int, num_theirs: int, goal: Goal, 
 
 @compiled_part
 def _relink(
-    samples: Int32Array, packs: Int64Array, sample: int, pack: int, other: int, table: Int32Array, members: int,
+    samples: Int32Array,
+    packs: Int64Array,
+    sample: int,
+    pack: int,
+    other: int,
+    table: Int32Array,
+    members: int,
     gone: int,
-) -> None:  # fmt: skip
+) -> None:
     """Link a list of samples to ``pack`` anew, but the listed members in the mask ``gone`` to ``other``."""
     member = 0
     while sample != NOWHERE:

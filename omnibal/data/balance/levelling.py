@@ -122,9 +122,15 @@ def _find_largest(samples: Int32Array, packs: Int64Array, column: int, largest: 
 
 
 def meet(
-    tables: Tables, rules: Rules, how: int, part_packs: int = 0, rounds: int = 0, seed: np.uint64 = NO_SEED,
-    roomy: Int64Array = NOBODY, tries: int = 0,
-) -> int:  # fmt: skip
+    tables: Tables,
+    rules: Rules,
+    how: int,
+    part_packs: int = 0,
+    rounds: int = 0,
+    seed: np.uint64 = NO_SEED,
+    roomy: Int64Array = NOBODY,
+    tries: int = 0,
+) -> int:
     """Let packs meet in one of the ways below; of repairs, return how many more meetings there may be."""
     return _meet(tables, rules, how, part_packs, rounds, seed, roomy, tries)
 

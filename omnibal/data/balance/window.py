@@ -134,9 +134,16 @@ def _cut_steps(
 
 @compiled_part
 def _trim(
-    samples: Int32Array, shares: Int32Array, order: Int64Array, begin: Integer, end: Integer, most: Integer,
-    lacking: Integer, odd: Integer, rules: Rules,
-) -> Any:  # fmt: skip
+    samples: Int32Array,
+    shares: Int32Array,
+    order: Int64Array,
+    begin: Integer,
+    end: Integer,
+    most: Integer,
+    lacking: Integer,
+    odd: Integer,
+    rules: Rules,
+) -> Any:
     """Give away one of a step's last samples, take one of the next in the stream, or both, to hit the step's share.
 
     Args:
@@ -191,9 +198,13 @@ def _deal(samples: Int32Array, order: Int64Array, starts: Int64Array, rules: Rul
 
 @compiled
 def _deal_samples(
-    samples: Int32Array, packs: Int64Array, by_size: Int64Array, starts: Int64Array, order: Int64Array,
+    samples: Int32Array,
+    packs: Int64Array,
+    by_size: Int64Array,
+    starts: Int64Array,
+    order: Int64Array,
     weights: Int64Array,
-) -> None:  # fmt: skip
+) -> None:
     """Deal each step's samples in rounds, largest first: the largest of a round to the pack that holds least so far.
 
     Packs have no samples before; their loads above the mean count from 0 until ``center``.

@@ -94,8 +94,12 @@ class PassTimer:
 
 
 # The marks between which each of PARTS runs; without a gradient of the LLM's input the whole backward pass is its own.
-_ENDS: Final = (("begin", "language"), ("language", "forward done"), ("vision backward", "end"),
-                ("backward", "vision backward"))  # fmt: skip
+_ENDS: Final = (
+    ("begin", "language"),
+    ("language", "forward done"),
+    ("vision backward", "end"),
+    ("backward", "vision backward"),
+)
 
 
 def passes_of(marks: Mapping[str, Mark], load: tuple[float, ...], profile: ModelProfile) -> list[TimedPass]:

@@ -86,11 +86,19 @@ class MeasuredWay:
         error = rates.std(ddof=1) / len(rates) ** 0.5 / rates.mean() if len(rates) > 1 else 0.0
         waited = [rank.waited for rank in ranks if rank.waited is not None]
         return cls(
-            way, None, len(seconds), float(seconds.sum()), samples, tokens, padded, units, float(error),
+            way,
+            None,
+            len(seconds),
+            float(seconds.sum()),
+            samples,
+            tokens,
+            padded,
+            units,
+            float(error),
             peak_gib=peak / GIB if peak else None,
             waited=sum(waited) / len(waited) if len(waited) == len(ranks) > 1 else None,
             loading_seconds=max(sum(rank.loading) for rank in ranks) / len(seconds),
-        )  # fmt: skip
+        )
 
     @property
     def samples_per_second(self) -> float:

@@ -332,10 +332,9 @@ class TrainerSettings(NamedTuple):
         cluster = Cluster(1, self.num_devices, Device.named(profile.device), memory_bytes=memory_gib * GIB)
         if self.held.dtype != profile.dtype:
             profile = counted_profile(self.model, profile.device, dtype=self.held.dtype) or profile
-        return RankMemory(
-            profile, self.sharding, cluster, self.recompute, self.on_targets, self.held.offloaded, self.held.precision,
-            self.held.buffer_bytes(profile),
-        )  # fmt: skip
+        precision, buffered = self.held.precision, self.held.buffer_bytes(profile)
+        own = profile, self.sharding, cluster, self.recompute
+        return RankMemory(*own, self.on_targets, self.held.offloaded, precision, buffered)
 
     def refuse_missing_kinds(self, lengths: SampleLengths) -> None:
         """Refuse data that bring a trained encoder nothing, where DDP waits for its gradients."""
