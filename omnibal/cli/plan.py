@@ -12,6 +12,7 @@ from omnibal.advise.estimate import Way
 from omnibal.cli.options import (
     ClusterOption,
     JsonOption,
+    Kind,
     LengthsOption,
     LimitsOption,
     PictureOption,
@@ -105,10 +106,10 @@ def plan(
     # Wrong arguments are refused before anything is planned.
     check_picture("--plot", plot)
     asked: dict[str, object] = {"limits": limits, "num-stages": num_stages}
+    kinds: tuple[Kind, ...] = ("ds_config", "plan")
     workspace = open_workspace(
-        source, kinds=("ds_config", "plan"), profile=profile, lengths=lengths, cluster=cluster, measures=measure,
-        replaces=write,
-    )  # fmt: skip
+        source, kinds=kinds, profile=profile, lengths=lengths, cluster=cluster, measures=measure, replaces=write
+    )
     if workspace.overrides.plan is not None:
         made = {"measure": measure, "from-run": from_run, "trials": trials, "write": write}
         refuse(asked | made, f"{source} is a plan, which is only shown")

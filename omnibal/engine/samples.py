@@ -275,12 +275,8 @@ class PipelineStreamFeed(StreamFeed):
     def state_dict(self) -> dict[str, Any]:
         """The positions of all replicas, the same on all ranks; all ranks together."""
         replicas = self._drawing_first(gather(vars(self.position)))[: self.num_replicas]
-        return {
-            "version": VERSION,
-            "made_from": self.made_from,
-            "steps_done": self.steps_done,
-            "replicas": replicas,
-        }
+        done = self.steps_done
+        return {"version": VERSION, "made_from": self.made_from, "steps_done": done, "replicas": replicas}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a position; sources go on by their names, and a new one begins at its start."""

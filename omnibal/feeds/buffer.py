@@ -321,9 +321,8 @@ def taken_over(states: Sequence[Mapping[str, Any]], rank: int, num_ranks: int) -
         # Some lane was drawn from, so an end behind the first item is no empty source.
         sources[name] = {"pass": 0, "drawn": 1, "own": {"lanes": found, "turn": 0}}
         owed[name] = sum(states[lane]["owed"][name] for lane in lanes) / num_parts
-    return {
-        "sources": sources, "fills": [0], "seen": [], "held": [], "last_fill": (0, 0), "owed": owed, "ended": False,
-    }  # fmt: skip
+    begun = {"fills": [0], "seen": [], "held": [], "last_fill": (0, 0)}
+    return {"sources": sources, **begun, "owed": owed, "ended": False}
 
 
 def size_of(held: Any) -> int:

@@ -99,13 +99,17 @@ class PlanRequest:
         counts = range(1, min(ranks, most) + 1) if self.num_stages is None else [stages - own]
         layouts = [
             Layout(
-                own + count, ranks // count, num_tensor=degree, encoder=encoder, zero_stage=self.zero_stage,
+                own + count,
+                ranks // count,
+                num_tensor=degree,
+                encoder=encoder,
+                zero_stage=self.zero_stage,
                 accumulate_float32=self.accumulate_float32,
                 precision=profile.dtype,  # type: ignore[arg-type]  # a layout checks it
             )
             for count in counts
             if ranks % count == 0
-        ]  # fmt: skip
+        ]
         if alone is None:
             return layouts
         found = [layout for layout in layouts if layout.has_even_units]
