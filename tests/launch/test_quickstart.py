@@ -18,18 +18,20 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 from typer.testing import CliRunner
 
+from omnibal import train
 from omnibal.cli.main import app
 from omnibal.data.limits import PackLimits
 from omnibal.engine.checkpoint import newest_first
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from omnibal.processes import free_port
-from omnibal.report.training import read_metrics
-from tests.engine.launch import RANKS_ON, launch
+from omnibal.report.training import plot_training, read_metrics
+from tests.engine.cases import run_script
+from tests.engine.launch import RANKS_ON, how_all_end, launch
 from tools.gpu.one_device import SHARED
 
 pytestmark = pytest.mark.distributed
-HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
+HERE, ROOT, SCRIPT = Path(__file__).parent, Path(__file__).parents[2], "launch/train.py"
 ENVIRONMENT = os.environ | {"DS_ACCELERATOR": RANKS_ON, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 SHARING = "OMNIBAL_RANKS_ON" in os.environ and torch.cuda.device_count() < 2
 if SHARING:
@@ -56,15 +58,24 @@ def demo(tmp_path_factory):
     return folder
 
 
-def start(folder, *options):
+def start(folder):
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port())]
-    script = ["launch/train.py", "--deepspeed_config", str(folder / "config.json"), *options]
+    script = [SCRIPT, "--deepspeed_config", str(folder / "config.json")]
     if SHARING:
         script = ["--no_python", "--no_local_rank", str(HERE / "share_device.sh"), sys.executable, *script]
     log = (folder / "log.txt").open("w")
     return subprocess.Popen(
         [*command, *script], cwd=ROOT, env=ENVIRONMENT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
     )
+
+
+def resume(folder):
+    """What a process says that goes on with the run, on each of a launch: their imports took half a minute."""
+    train.plot_training = plot_training  # which launches leave out
+    log, before = Path("/proc/self/fd/1").readlink(), os.lseek(1, 0, os.SEEK_CUR)
+    run_script([SCRIPT, "--deepspeed_config", str(folder / "config.json"), "--resume"], ROOT)
+    sys.stdout.flush()
+    return log.read_bytes()[before:].decode()
 
 
 @pytest.mark.cluster(0)
@@ -81,9 +92,8 @@ def test_train_kill_resume_export_ask(demo):
     assert not alive
     damaged, whole = newest_first(demo / "checkpoints")[:2]
     os.truncate(damaged / "mp_rank_01_model_states.pt", 100)
-    assert start(demo, "--resume").wait() == 0, (demo / "log.txt").read_text()
+    output = "".join(launch(2, "tests.launch.test_quickstart:resume", demo, ends=True))
 
-    output = (demo / "log.txt").read_text()
     assert f"going on from {whole.name}, the newest whole checkpoint: checkpoint must be whole" in output
     assert "mp_rank_01_model_states.pt (written by rank 1) has 100 bytes" in output
     assert "held-out answers right" in output
@@ -160,19 +170,11 @@ def test_broken_data_is_named_before_training_starts(demo):
     lines = annotation.read_text().splitlines()
     try:
         annotation.write_text("\n".join([*lines[:4], lines[4][:-3], *lines[5:]]) + "\n")
-        done = run_alone(demo, "--restart")
+        words = [ROOT / "omnibal" / "train.py", "--deepspeed_config", demo / "config.json", "--restart"]
+        (said,) = how_all_end(1, "tests.engine.cases:run_script", [*map(str, words)], ROOT)
     finally:
         annotation.write_text("\n".join(lines) + "\n")
-    assert done.returncode != 0
-    assert "DataError" in done.stderr
-    assert "stories.jsonl, line 5" in done.stderr
-    assert "step/s" not in done.stderr + done.stdout
+    assert "DataError" in said
+    assert "stories.jsonl, line 5" in said
+    assert "step/s" not in said
     assert list((demo / "checkpoints").glob("global_step*"))
-
-
-def run_alone(folder, *options):
-    """One process, as a launcher would start it."""
-    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    environment = ENVIRONMENT | launched | {"MASTER_PORT": str(free_port())}
-    command = [sys.executable, "-m", "omnibal.train", "--deepspeed_config", str(folder / "config.json"), *options]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
