@@ -5,13 +5,18 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh test
 
-python -m tests.warm_up > /dev/null &  # on the core that the checks leave
-warming=$!
 ruff check .
 ruff format --check .
-mypy
 lint-imports
-wait $warming
+said=$(mktemp)
+trap 'rm "$said"' EXIT
+mypy > "$said" &  # takes a core for a minute or two: beside what leaves one idle, and its words come last
+checking=$!
+python -m tests.warm_up > /dev/null
 # Two workers; those of a file share what they start. Files stay in tests/conftest.py's order: the longest first.
 # A worker that dies ends the run: pytest-xdist 3.8 gives its finished files out again and then waits for them for ever.
-exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 "$@"
+failed=0
+python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 "$@" || failed=$?
+wait $checking || failed=1
+cat "$said"
+exit $failed
