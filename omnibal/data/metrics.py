@@ -154,19 +154,21 @@ def histogram_bound(counts: IntArray) -> int:
     limit = len(counts) - 1
     if limit == 0:
         return 0
-    rounded = (-(-int(counts @ rounded_shares(limit, k)) // (k * limit)) for k in range(1, MOST_ROUNDINGS + 1))
+    sizes = np.flatnonzero(counts)
+    found = counts[sizes]
+    rounded = (-(-int(found @ rounded_shares(limit, k, sizes)) // (k * limit)) for k in range(1, MOST_ROUNDINGS + 1))
     return max(histogram_volume(counts), _martello_toth(counts), *rounded)
 
 
-def rounded_shares(limit: int, k: int) -> npt.NDArray[np.int64]:
-    """Weight of each size 0 … ``limit``, in units of 1 / (k · limit): no bin weighs more than k · limit.
+def rounded_shares(limit: int, k: int, sizes: IntArray | None = None) -> npt.NDArray[np.int64]:
+    """Weight of each size, by default 0 … ``limit``, in units of 1 / (k · limit): no bin weighs more than k · limit.
 
     A share x of the limit weighs x where (k+1)x is a whole number, else ⌊(k+1)x⌋ / k.
 
     >>> (rounded_shares(12, 4)[[1, 3, 4, 5]] / (4 * 12)).tolist()
     [0.0, 0.25, 0.25, 0.5]
     """
-    sizes = np.arange(limit + 1, dtype=np.int64)
+    sizes = np.arange(limit + 1, dtype=np.int64) if sizes is None else sizes
     whole, rest = np.divmod((k + 1) * sizes, limit)
     return np.where(rest == 0, k * sizes, whole * limit)
 

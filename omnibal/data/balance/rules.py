@@ -193,13 +193,16 @@ def _weigh(sizes: IntArray, limit: int) -> Weights:
     # By each k's weights no pack holds more than one (`rounded_shares`), so their total bounds the packs from below:
     # the largest of these bounds is taken.
     counts = np.bincount(sizes, minlength=limit + 1)
-    best = np.arange(limit + 1) * FULL // max(limit, 1)  # by volume
-    most, volume = NOTABLE * float(counts @ best), True
+    weights = np.arange(limit + 1) * FULL // max(limit, 1)  # by volume
+    most, best = NOTABLE * float(counts @ weights), 0
+    present = np.flatnonzero(counts)  # fewer than the limit has
     for k in range(1, MOST_ROUNDINGS + 1 if limit else 1):
-        weights = rounded_shares(limit, k) * FULL // (k * limit)
-        if counts @ weights > most:
-            best, most, volume = weights, float(counts @ weights), False
-    return best.astype(np.int32), volume
+        asked = counts[present] @ (rounded_shares(limit, k, present) * FULL // (k * limit))
+        if asked > most:
+            most, best = float(asked), k
+    if best:
+        weights = rounded_shares(limit, best) * FULL // (best * limit)
+    return weights.astype(np.int32), not best
 
 
 class Rules(NamedTuple):
