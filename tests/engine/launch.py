@@ -41,8 +41,11 @@ COLLECTIVES = (
 )
 
 ROOT = Path(__file__).parents[2]
-PRELOADED = ("tests.engine.cases", "deepspeed.runtime.zero.muon.muon_optimizer")
-"""What ranks inherit: imports take seconds. DeepSpeed's engine imports the second module, and with it torch.compile."""
+PRELOADED = (
+    *("tests.engine.cases", "omnibal.vlm.tiled", "omnibal.vlm.qwen_vl"),
+    *("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_ep_layer"),
+)
+"""What ranks inherit: imports take seconds. DeepSpeed's engine imports the last two, and with one torch.compile."""
 WITHOUT_GRADIENT = "an autograd kernel was not registered"
 """What torch says once in a process that runs backward through a collective's tensor."""
 RANKS_ON = os.environ.get("OMNIBAL_RANKS_ON", "cpu")
