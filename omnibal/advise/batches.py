@@ -1,18 +1,17 @@
-"""Micro-batches of a few steps, as a trainer would make them of samples drawn at random, in array operations alone.
-
-Nothing is compiled, so that an answer comes at once; the planner of ``omnibal.data`` would first compile its loops.
-Even packs are made by a simple rule; the planner's are a little more even (``tools/advise`` compares them).
-"""
+"""Micro-batches of a few steps, as a trainer would make them of samples drawn at random; even packs by the planner."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from omnibal.cost import FloatArray, Load
+from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
+from omnibal.data.step_size import samples_made
 
 Batching = Literal["random", "group_by_length", "batch_rebalance", "flattened", "packed", "even"]
 """Padded batches: of random samples; of samples alike in length; of a step's samples by length, fewer of the long ones.
@@ -25,36 +24,41 @@ BISECTIONS: Final = 16  # steps of the search for the cost of a rebalanced batch
 # attention needs half of all pairs. At 8,192 tokens, which kernels like, an H200 took 2.0 times (tools/gpu/RESULTS.md,
 # "Attention"). The five padded rows of its "ladder", of real lengths, fit best with 3.5.
 MASKED: Final = 3.5
-PARTS: Final = 8  # an eighth of the packs get a sample before packs are compared again
 Indices = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Samples:
-    sizes: FloatArray
-    """One row per sample; columns are vision units, LLM tokens, their squares, the squares of patches, sound units and,
-    only where they count, target tokens."""
+    lengths: SampleLengths
 
     @classmethod
     def draw(cls, lengths: SampleLengths, count: int, generator: np.random.Generator) -> "Samples":
         """Draw samples with replacement, as the lengths may be a part of a dataset."""
-        chosen = generator.integers(0, len(lengths), count)
-        tokens = lengths.llm_tokens[chosen].astype(np.float64)
-        squared, sounds = (
-            np.zeros(count) if column is None else column[chosen]
-            for column in (lengths.vision_squared, lengths.sound_units)
-        )
-        columns = (lengths.vision_units[chosen], tokens, tokens**2, squared, sounds)
-        targets = () if lengths.target_tokens is None else (lengths.target_tokens[chosen],)
-        return cls(np.stack([*columns, *targets], axis=1).astype(np.float64))
+        return cls(lengths.take(generator.integers(0, len(lengths), count)))
 
     def __len__(self) -> int:
-        return len(self.sizes)
+        return len(self.lengths)
 
-    @property
+    @cached_property
+    def sizes(self) -> FloatArray:
+        """One row per sample; columns are those of ``load_of``."""
+        lengths, tokens = self.lengths, self.lengths.llm_tokens.astype(np.float64)
+        further = (lengths.vision_squared, lengths.sound_units)
+        squared, sounds = (np.zeros(len(self)) if column is None else column for column in further)
+        targets = () if lengths.target_tokens is None else (lengths.target_tokens,)
+        columns = (lengths.vision_units, tokens, tokens**2, squared, sounds, *targets)
+        return np.stack(columns, axis=1).astype(np.float64)
+
+    @cached_property
     def all_rows(self) -> "Samples":
         """The same samples for a head that works on all rows: every token counts as a target."""
-        return Samples(self.sizes[:, :5])
+        of = self.lengths
+        return Samples(
+            SampleLengths(
+                of.vision_units, of.llm_tokens, vision_squared=of.vision_squared, sound_units=of.sound_units,
+                video_units=of.video_units,
+            )
+        )  # fmt: skip
 
     @property
     def load(self) -> Load:
@@ -62,7 +66,7 @@ class Samples:
 
 
 def load_of(columns: Any) -> Load:
-    """Columns of ``Samples.sizes`` as a load."""
+    """Vision units, LLM tokens, their squares, the squares of patches, sound units and, where they count, targets."""
     vision, tokens, squares, squared, sounds, *targets = columns
     return Load(vision, tokens, squares, squared, targets[0] if targets else None, sounds)
 
@@ -196,53 +200,15 @@ def random_packs(samples: Samples, limits: PackLimits, *, num_ranks: int, micro_
     return Batches(load, load, float(np.bincount(pack, minlength=number + 1)[kept].sum()) / steps)
 
 
-def even_packs(
-    samples: Samples, seconds: FloatArray, *, num_ranks: int, micro_batches: int, samples_per_step: int
-) -> Batches:
-    """Packs of each step's samples that take about equally long, those most alike at the same time.
-
-    The longest samples go to the packs that are fastest so far, then the next longest, and so on (longest processing
-    time first, for an eighth of the packs at once). With several encoders packs are level in each, as the planner makes
-    them. ``seconds`` are those of every sample alone in each encoder and, last, in the LLM.
-    """
-    deal = _longest_first if seconds.shape[1] == 2 else _level_in_each
-    steps, num_packs = len(samples) // samples_per_step, num_ranks * micro_batches
-    sums = np.empty((steps, num_packs, samples.sizes.shape[1]))
-    for step in range(steps):
-        own = slice(step * samples_per_step, (step + 1) * samples_per_step)
-        pack, filled = deal(seconds[own], num_packs)
-        # Packs whose sums are even differ in one phase the opposite way as in the other, so language weighs more here.
-        order = np.argsort(filled.sum(axis=1) + 2 * filled[:, -1], kind="stable")
-        sums[step] = _sums(samples.sizes[own], pack, num_packs)[order]
-    # Sorted packs are dealt to the ranks, there and back: like packs run at the same time.
-    dealt = sums.reshape(steps, micro_batches, num_ranks, -1).copy()
-    dealt[:, 1::2] = dealt[:, 1::2, ::-1]
-    load = load_of(np.moveaxis(dealt.transpose(0, 2, 1, 3), -1, 0))
-    return Batches(load, load, float(samples_per_step))
-
-
-def _longest_first(seconds: FloatArray, num_packs: int) -> tuple[Indices, FloatArray]:
-    """The pack of each sample, and the seconds that each pack takes in the encoders and in the LLM."""
-    order = np.argsort(-seconds.sum(axis=1), kind="stable")
-    pack, filled = np.empty(len(seconds), dtype=np.int64), np.zeros((num_packs, seconds.shape[1]))
-    size = -(-num_packs // PARTS)
-    for start in range(0, len(seconds), size):
-        chosen = order[start : start + size]
-        fastest = np.argsort(filled.sum(axis=1), kind="stable")[: len(chosen)]
-        pack[chosen] = fastest
-        filled[fastest] += seconds[chosen]
-    return pack, filled
-
-
-def _level_in_each(seconds: FloatArray, num_packs: int) -> tuple[Indices, FloatArray]:
-    """As ``_longest_first``, but each sample goes where the sum of all parts' squared loads grows least."""
-    # Loads of a part count in its mean, so that a small encoder's waits count like the LLM's.
-    loads = seconds / np.maximum(seconds.mean(axis=0), np.finfo(float).tiny)
-    pack, filled = np.empty(len(loads), dtype=np.int64), np.zeros((num_packs, loads.shape[1]))
-    for sample in np.argsort(-loads.max(axis=1), kind="stable"):
-        pack[sample] = least = (filled @ loads[sample]).argmin()
-        filled[least] += loads[sample]
-    return pack, _sums(seconds, pack, num_packs)
+def even_packs(samples: Samples, limits: PackLimits, *, num_ranks: int, micro_batches: int) -> Batches:
+    """Packs as ``balance`` plans them, of as many samples as fill whole steps."""
+    # An epoch has whole steps, too, but so many that one more makes no difference to its packs.
+    per_step = samples_made(samples.lengths, limits, num_ranks * micro_batches)
+    count = min(int(max(len(samples) // per_step, 1) * per_step), len(samples))
+    lengths = samples.lengths.take(np.arange(count))
+    epoch = arrange_epoch(lengths, limits, num_replicas=num_ranks, micro_batches=micro_batches)
+    load = epoch.packs.load(lengths)[epoch.steps]
+    return Batches(load, load, count / epoch.num_steps)
 
 
 def _sums(sizes: FloatArray, pack: Indices, num_packs: int) -> Any:

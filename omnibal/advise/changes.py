@@ -23,10 +23,8 @@ from omnibal.data.limits import MOST, PackLimits
 from omnibal.errors import bytes_in_words
 
 TRAINER: Final = "ZeRO with a trainer's own settings"
-MOST_TRIED: Final = 12  # numbers of micro-batches that are tried, in about equal ratios
+LIMITS: Final = "limits"  # the change to another number of packs than `balance` takes by itself
 MOST_ROUNDS: Final = 4  # in which settings are tried one after another; two to three bring something
-# Mean over largest load of packs: where it is less, a few large samples lie in packs of their own.
-LEAST_FILL: Final = 0.75
 ALIKE: Final = 1.005  # recipes of up to so many times the least seconds are taken to be equally fast
 # Mean tokens of smaller batches: products of fewer rows do not keep a device as busy as counted costs assume.
 LEAST_TOKENS: Final = 1024
@@ -194,21 +192,21 @@ def settings_alone(scenario: Scenario) -> Way:
     """
     ranks = scenario.cluster.num_devices
     micro_batches = max(round(scenario.samples_per_step / ranks), 1)
-    asked = replace(scenario, samples_per_step=ranks * micro_batches, _batches={})
+    asked = replace(scenario, samples_per_step=ranks * micro_batches)
     return Way.of(TRAINER, _settings(asked.estimate(Recipe("zero3", micro_batches=micro_batches))).current)
 
 
 def _packs(now: Estimate, settled: Estimate) -> tuple[_Search, Speedup | None]:
     """What packs of ours bring on top of settings; the search ends in the settings alone if it is nothing."""
     scenario, search = settled.scenario, _Search(settled)
+    # Packs take the place of batches: those that ``balance`` makes of today's.
     recipe = replace(settled.recipe, target_rows=settled.recipe.target_rows or scenario.spares_rows, limits=None)
-    if now.recipe.micro_batches < recipe.micro_batches:  # smaller batches pad less, smaller packs gain nothing
-        recipe = replace(recipe, batch=now.recipe.batch, micro_batches=now.recipe.micro_batches)
+    recipe = replace(recipe, batch=now.recipe.batch, micro_batches=now.recipe.micro_batches)
     if recipe.target_rows and "head" not in scenario.offered:
         search.offer(_head(settled), belongs=True)
-    balanced = _balanced(scenario, recipe)
+    balanced = scenario.estimate(scenario.packed(recipe))
     if settled.recipe.batching in PADDED:
-        flattened = scenario.estimate(replace(recipe, batching="flattened"))
+        flattened = scenario.estimate(replace(settled.recipe, batching="flattened", target_rows=recipe.target_rows))
         # Need not fit: the line tells packing from balance, and nobody is advised to stop there.
         instead = BATCHINGS.get(settled.recipe.batching)
         detail = "random samples without padding" + (f", in place of {instead[0]}" if instead else "")
@@ -217,11 +215,10 @@ def _packs(now: Estimate, settled: Estimate) -> tuple[_Search, Speedup | None]:
     packs = count_of(balanced.recipe.micro_batches, "pack")
     detail = f"packs that take equally long, {packs} per rank and step"
     search.offer(_change("balanced packs", detail, search.current, balanced), belongs=True)
-    larger = _best_packs(scenario, balanced.recipe)  # fewer packs pay where ranks mostly gather parameters
-    if larger is not None and larger.recipe != balanced.recipe:
-        packs = count_of(larger.recipe.micro_batches, "pack" if search.current is balanced else "balanced pack")
-        search.offer(_change("limits", f"{packs} per rank and step", search.current, larger))
-    search.offer(_filled(search.current) if scenario.fills else _recompute(search.current))
+    if search.current is balanced:
+        search.offer(_filled(balanced) if scenario.fills else _recompute(balanced))
+    other = _other_packs(search.current, recipe)  # fewer packs pay where ranks mostly gather parameters
+    search.offer(other, belongs=other is not None and _alone_brings(settled, other.after, search.current))
     search.offer(_sharing_less(search.current))
     gain = Speedup.of(settled, search.current, changes=sum(change.brings for change in search.changes))
     is_even = search.current.recipe.batching == "even"
@@ -291,28 +288,34 @@ def _recompute(current: Estimate) -> TriedChange | None:
     scenario, recipe = current.scenario, replace(current.recipe, recompute="none")
     found, is_even = scenario.estimate(recipe), recipe.batching == "even"
     if not found.fits and is_even:
-        found = _best_packs(scenario, recipe) or found
+        found = _fastest_packs(scenario, recipe) or found
     elif not found.fits and recipe.limits is None:
         found = _fastest(scenario, _batch_sizes(recipe), recipe) or found
-    detail = "gradient checkpointing off"
-    if found.recipe.micro_batches != recipe.micro_batches:
-        packs = f"{count_of(found.recipe.micro_batches, 'pack')} per rank and step"
-        detail += f", in {packs if is_even else found.recipe.batch_text}"
-    return _change("recompute", detail, current, found)
+    return _change("recompute", f"gradient checkpointing off{_told_batches(found, recipe)}", current, found)
 
 
 def _filled(current: Estimate) -> TriedChange | None:
-    """Even packs beside which only those layers recompute that must; smaller ones if that makes up for their number."""
-    recipe, scenario = current.recipe, current.scenario
-    if recipe.recompute == "none" or recipe.batching != "even":
-        return _recompute(current)
-    found = (_best_packs(scenario, recipe, fills=True) or current.filled()).filled(beside_limits=True)
-    blocks = [layer.kind.endswith("_block") for layer in scenario.profile.layers]
+    """Even packs beside which only those layers recompute that must."""
+    recipe = current.recipe
+    if recipe.recompute == "none":
+        return None
+    found = current.filled()
+    return _change("recompute", f"{_told_layers(found)}{_told_batches(found, recipe)}", current, found)
+
+
+def _told_layers(found: Estimate) -> str:
+    blocks = [layer.kind.endswith("_block") for layer in found.scenario.profile.layers]
     again = sum(level == "full" for level, is_block in zip(found.memory.levels, blocks, strict=True) if is_block)
-    detail = f"{again} of {sum(blocks)} layers recompute"
-    if found.recipe.micro_batches != recipe.micro_batches:
-        detail += f", in {count_of(found.recipe.micro_batches, 'pack')} per rank and step"
-    return _change("recompute", detail, current, found)
+    return f"{again} of {sum(blocks)} layers recompute"
+
+
+def _told_batches(found: Estimate, before: Recipe) -> str:
+    """The packs or batches of an estimate, where they are others than before."""
+    if found.recipe.micro_batches == before.micro_batches:
+        return ""
+    if found.recipe.batching == "even":
+        return f", in {count_of(found.recipe.micro_batches, 'pack')} per rank and step"
+    return f", in {found.recipe.batch_text}"
 
 
 def _sharing_less(current: Estimate) -> TriedChange | None:
@@ -323,34 +326,32 @@ def _sharing_less(current: Estimate) -> TriedChange | None:
     return _change("sharding", f"{SHARING_LESS[sharding]} in place of {sharding}", current, after)
 
 
-def _balanced(scenario: Scenario, recipe: Recipe) -> Estimate:
-    """Even packs, as many as today or fewer, so that they are about equally full; more where these do not fit."""
-    counts = np.unique(np.geomspace(1, recipe.micro_batches, MOST_TRIED).round().astype(int))[::-1].tolist()
-    found = scenario.estimate(replace(recipe, batching="even"))
-    if not found.fits:
-        return _best_packs(scenario, found.recipe) or found
-    for count in counts[1:]:
-        if found.fill >= LEAST_FILL:
-            break
-        larger = scenario.estimate(replace(found.recipe, micro_batches=count))
-        if not larger.fits:
-            break
-        found = larger
-    return found
+def _alone_brings(settled: Estimate, packs: Estimate | None, present: Estimate) -> bool:
+    """Whether packs bring something over settings where those at hand do not."""
+    return packs is not None and Speedup.of(settled, packs).brings and not Speedup.of(settled, present).brings
 
 
-def _best_packs(scenario: Scenario, recipe: Recipe, *, fills: bool = False) -> Estimate | None:
-    """The number of even packs, for the samples of a step, that is fastest of those that fit; None if none does.
+def _other_packs(current: Estimate, recipe: Recipe) -> TriedChange | None:
+    """Packs of 1, 2, 4, ... samples where they are faster than those at hand; None where these are the fastest."""
+    found = _fastest_packs(
+        current.scenario, replace(recipe, recompute="none" if current.recipe.recompute == "none" else "full")
+    )
+    if found is None or found.recipe.limits == current.recipe.limits:
+        return None
+    detail = f"{count_of(found.recipe.micro_batches, 'pack')} per rank and step"
+    if found.recipe.recompute != current.recipe.recompute:
+        detail += f", {_told_layers(found)}"
+    return _change(LIMITS, detail, current, found)
 
-    Args:
-        fills: Whether only those layers recompute that must.
-    """
+
+def _fastest_packs(scenario: Scenario, recipe: Recipe) -> Estimate | None:
+    """Even packs of as many samples as a batch, or of 1, 2, 4, ...: the fastest that fit; None if none do."""
     most = max(scenario.samples_per_step // scenario.cluster.num_devices, 1)
-    counts = np.unique(np.geomspace(1, most, MOST_TRIED).round().astype(int)).tolist()
-    recipes = [replace(recipe, micro_batches=count) for count in dict.fromkeys([recipe.micro_batches, *counts])]
-    if fills:
+    sizes = [2**power for power in range(most.bit_length())]
+    recipes = [scenario.packed(replace(recipe, batch=size)) for size in dict.fromkeys([recipe.batch, *sizes])]
+    if scenario.fills and recipe.recompute == "full":
         recipes = [scenario.estimate(each).filled().recipe for each in recipes]
-    return _fastest(scenario, recipes, recipe, least_fill=LEAST_FILL) or _fastest(scenario, recipes, recipe)
+    return _fastest(scenario, recipes, recipes[0])
 
 
 def _batch_sizes(recipe: Recipe, least: float = 1.0) -> list[Recipe]:
@@ -360,13 +361,9 @@ def _batch_sizes(recipe: Recipe, least: float = 1.0) -> list[Recipe]:
     return [replace(recipe, batch=size, micro_batches=samples // size) for size in sizes]
 
 
-def _fastest(scenario: Scenario, recipes: list[Recipe], present: Recipe, *, least_fill: float = 0.0) -> Estimate | None:
+def _fastest(scenario: Scenario, recipes: list[Recipe], present: Recipe) -> Estimate | None:
     """The fastest recipe that fits, if any; of equally fast ones that with the most usual number of micro-batches."""
-    tried = (scenario.estimate(recipe) for recipe in recipes)
-    fitting = [
-        found for found in tried
-        if found.fits and (found.recipe.micro_batches == present.micro_batches or found.fill >= least_fill)
-    ]  # fmt: skip
+    fitting = [found for found in map(scenario.estimate, recipes) if found.fits]
     if not fitting:
         return None
     least = min(found.sample_seconds.mean() for found in fitting)

@@ -2,21 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final, Literal
 
 import numpy as np
 
 from omnibal.advise.batches import GROUPED, Batches, Batching, Samples, even_packs, padded_batches, random_packs
-from omnibal.advise.memory import USUAL, RankMemory, TrainingPrecision, free_levels, usable_bytes
+from omnibal.advise.memory import USUAL, Filling, RankMemory, TrainingPrecision, free_levels
 from omnibal.advise.wait import Sharding, exposed_seconds, host_seconds, phase_costs, wait
 from omnibal.cluster import Cluster
-from omnibal.cost import CostModel, FloatArray, Load
+from omnibal.cost import CostModel, FloatArray
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, fullest_load
-from omnibal.data.step_size import limits_of_step
+from omnibal.data.step_size import StepSize, fit_step
 from omnibal.errors import InfeasibleError, bytes_in_words
-from omnibal.memory.recompute import recompute_seconds
 from omnibal.profile.records import Level, ModelProfile
 
 STARTING: Final = "starting kernels"  # of small micro-batches, whose host takes longer than the device
@@ -33,8 +32,10 @@ CAUSES: Final = (
 SOUND: Final = "waiting for others' sounds"
 """A further cause where a model hears."""
 DRAWS: Final = 8  # times that samples are drawn anew, to learn how far chance moves an estimate
-# Samples of a draw, and steps of a draw; a step of more than MOST_SAMPLES samples is a draw of its own.
-LEAST_SAMPLES, LEAST_STEPS, MOST_SAMPLES = 1024, 2, 16_384
+# Samples of a draw, and steps of a draw; a step of more than MOST_SAMPLES samples is a draw of its own. An epoch of
+# packs has whole steps: of few steps, one more would make all packs much smaller.
+LEAST_SAMPLES, LEAST_STEPS, MOST_SAMPLES = 4096, 16, 65_536
+LEAST_SEARCHED: Final = 32  # steps at least of the samples that limits are searched for: one step more is 3 %
 # Share of an estimated factor that it may be off by beside chance; tools/advise/RESULTS.md has what was measured.
 MODEL_ERROR: Final = 0.03
 DEVIATIONS: Final = 2  # standard deviations of chance that an error spans: 19 of 20 estimates lie within
@@ -97,7 +98,12 @@ class Scenario:
     """Whether the trainer's drop-in frees layers from recomputation, as many as fit."""
     cutoff: int | None = None  # tokens of the trainer's own packs, where offered has them
     precision: TrainingPrecision = USUAL
-    _batches: dict[Recipe, tuple[Batches, ...]] = field(default_factory=dict)
+    masks: bool = True
+    """Whether attention of padded rows is under a dense mask, as transformers' "sdpa" has it."""
+    is_whole: bool = False
+    """Whether the lengths are those of all samples of the data, or of some that were measured."""
+    _batches: dict[Recipe, tuple[Batches, ...]] = field(init=False, default_factory=dict)
+    _sizes: dict[Recipe, StepSize] = field(init=False, default_factory=dict)
 
     @cached_property
     def draws(self) -> tuple[Samples, ...]:
@@ -108,11 +114,19 @@ class Scenario:
         rng, draws = np.random.default_rng(0), list[Samples]()
         for _ in range(DRAWS):
             seen = self.lengths
-            if len(seen) <= MOST_SAMPLES:
+            if not self.is_whole:
                 # The bootstrap (Efron, 1979): lengths are drawn anew each time, as if others had been measured.
                 seen = seen.take(rng.integers(0, len(seen), len(seen)))
             draws.append(Samples.draw(seen, count, rng))
         return tuple(draws)
+
+    @cached_property
+    def typical(self) -> SampleLengths:
+        """The samples that limits are searched for, as ``balance`` does it: those of the data, or as many of others."""
+        if self.is_whole:
+            return self.lengths
+        count, seen = LEAST_SEARCHED * self.samples_per_step, len(self.lengths)
+        return self.lengths if seen >= count else self.lengths.take(np.random.default_rng(0).integers(0, seen, count))
 
     @cached_property
     def hears(self) -> bool:
@@ -145,16 +159,37 @@ class Scenario:
     def batches(self, recipe: Recipe, draw: int) -> Batches:
         shape = {"num_ranks": self.cluster.num_devices, "micro_batches": recipe.micro_batches}
         samples = self.draws[draw] if recipe.target_rows else self.draws[draw].all_rows
-        if recipe.batching == "even":
-            return even_packs(samples, self.alone[draw], samples_per_step=self.samples_per_step, **shape)
-        if recipe.batching == "packed":
-            assert recipe.limits is not None, "random packs have limits"
-            return random_packs(samples, recipe.limits, **shape)
+        if recipe.batching in ("even", "packed"):
+            assert recipe.limits is not None, "packs have limits"
+            make = even_packs if recipe.batching == "even" else random_packs
+            return make(samples, recipe.limits, **shape)
         return padded_batches(samples, batch=recipe.batch, batching=recipe.batching, **shape)
+
+    def packed(self, recipe: Recipe) -> Recipe:
+        """Even packs in place of batches: the limits, and the packs of a rank's step, that ``balance`` would take."""
+        asked = replace(recipe, batching="even", limits=None, micro_batches=1)
+        if asked not in self._sizes:
+            lengths, ranks, memory = self.typical, self.cluster.num_devices, self.memory(asked).with_margin
+            if self.fills and asked.recompute == "full":  # limits are searched for layers that recompute all they may
+                memory = replace(memory, recompute=Filling(free_levels(self.profile), None, self.profile).levels(None))
+            fit = partial(fit_step, lengths, self.samples_per_step, batch_size=recipe.batch, num_replicas=ranks)
+            try:
+                self._sizes[asked] = fit(memory=memory)
+            except InfeasibleError:
+                self._sizes[asked] = fit()
+        return replace(asked, limits=self._sizes[asked].limits, micro_batches=self._sizes[asked].micro_batches)
+
+    def memory(self, recipe: Recipe) -> RankMemory:
+        return RankMemory(
+            self.profile, recipe.sharding, self.cluster, recipe.recompute, recipe.target_rows, recipe.offloaded,
+            self.precision,
+        )  # fmt: skip
 
     def estimate(self, recipe: Recipe) -> "Estimate":
         # Batches depend neither on what ranks share nor on what recomputes.
         like = replace(recipe, sharding="zero3", recompute="full", offloaded=())
+        if recipe.batching == "even":
+            like = replace(like, batch=1)
         if like not in self._batches:
             self._batches[like] = tuple(self.batches(like, draw) for draw in range(DRAWS))
         return Estimate(self, recipe, self._batches[like])
@@ -196,75 +231,40 @@ class Estimate:
     def samples_per_step(self) -> float:
         return float(np.mean([batches.samples_per_step for batches in self.batches]))
 
-    @property
-    def limits(self) -> PackLimits:
-        largest = [batches.largest for batches in self.batches]
-        return PackLimits(max(most.vision_units for most in largest), max(most.llm_tokens for most in largest))
-
-    @property
-    def fill(self) -> float:
-        """Mean over largest load of the micro-batches, in vision units or tokens, whichever are fuller."""
-        loads = [batches.loads for batches in self.batches]
-        vision, tokens = (
-            float(np.mean([getattr(load, name).mean() for load in loads])) for name in ("vision_units", "llm_tokens")
-        )
-        return max(vision / max(self.limits.vision_units, 1), tokens / self.limits.llm_tokens)
-
     @cached_property
     def memory(self) -> RankMemory:
-        recipe, scenario = self.recipe, self.scenario
-        return RankMemory(
-            scenario.profile, recipe.sharding, scenario.cluster, recipe.recompute, recipe.target_rows,
-            recipe.offloaded, scenario.precision,
-        )  # fmt: skip
+        return self.scenario.memory(self.recipe)
 
-    def filled(self, *, beside_limits: bool = False) -> "Estimate":
-        """With as few layers that recompute as fit beside the fullest micro-batch; as it is if all of them must.
+    def filled(self) -> "Estimate":
+        """Even packs beside which only those layers recompute that must; smaller ones if that is faster in all."""
+        scenario, recipe = self.scenario, self.recipe
+        assert recipe.limits is not None, "packs have limits"
+        filling = Filling(free_levels(scenario.profile), self.memory.with_margin, scenario.profile)
 
-        Args:
-            beside_limits: Whether that is the planner's, as for ``balance``; its limits take long to find.
-        """
-        profile = self.scenario.profile
-        fullest = self._planned if beside_limits else Load.stack([each.loads.max() for each in self.batches]).max()
-        seconds = recompute_seconds(profile, self.batches[0].loads)
-        found = self.memory.filled(fullest, seconds, free_levels(profile), self._usable_bytes)
-        return self if found is None else self.scenario.estimate(replace(self.recipe, recompute=found.levels))
+        def fit(batch: int) -> StepSize:
+            found = scenario.packed(replace(recipe, batch=batch))
+            assert found.limits is not None, "packs have limits"
+            return StepSize(found.limits, found.micro_batches)
+
+        size = filling.best_size(scenario.lengths, StepSize(recipe.limits, recipe.micro_batches), recipe.batch, fit)
+        levels = filling.levels(filling.chosen(scenario.lengths, size.limits))
+        return scenario.estimate(
+            replace(recipe, limits=size.limits, micro_batches=size.micro_batches, recompute=levels)
+        )
 
     @cached_property
     def peaks(self) -> tuple[float, float]:
         """Bytes of the fullest rank of any step, and of a rank on average."""
         ranks = [self.memory.peak_bytes(batches.loads).max(axis=2) for batches in self.batches]
         fullest, mean = max(float(peaks.max()) for peaks in ranks), float(np.mean([peaks.mean() for peaks in ranks]))
-        # Even packs divide the samples of one step. The planner's are cut by limits, from samples of many steps; under
-        # ``balance``, which frees layers beside these, nothing else counts.
-        if self.recipe.batching == "even" and (mean <= self._usable_bytes < fullest or not self._recomputes_alike):
-            planned = float(self.memory.peak_bytes(self._planned))
-            fullest = min(fullest, planned) if self._recomputes_alike else planned
+        if self.recipe.batching == "even" and self.recipe.limits is not None:  # no step of the run has a fuller pack
+            fullest = float(self.memory.peak_bytes(fullest_load(self.scenario.lengths, self.recipe.limits)))
         return fullest, mean
-
-    @property
-    def _recomputes_alike(self) -> bool:
-        return isinstance(self.recipe.recompute, str)
-
-    @cached_property
-    def _planned(self) -> Load:
-        """The fullest pack of the planner, under limits as they are pasted."""
-        lengths = self.scenario.lengths
-        return fullest_load(lengths, self.limits_for(lengths, holds_all=not self.scenario.fills))
-
-    def limits_for(self, lengths: SampleLengths, *, holds_all: bool) -> PackLimits:
-        """Limits in about the proportion of the packs, under which a step of the planner has as many samples."""
-        packs = self.scenario.cluster.num_devices * self.recipe.micro_batches
-        return limits_of_step(lengths, self.limits, self.samples_per_step, packs, holds_all=holds_all)
 
     @property
     def missing_bytes(self) -> int:
         """What the fullest rank lacks, with the margin; negative or 0 where it fits."""
-        return int(self.peaks[0] - self._usable_bytes)
-
-    @property
-    def _usable_bytes(self) -> float:
-        return usable_bytes(self.memory.budget_bytes)
+        return int(self.peaks[0] - self.memory.with_margin.budget_bytes)
 
     @property
     def fits(self) -> bool:
@@ -274,7 +274,7 @@ class Estimate:
         recipe, steps = self.recipe, batches.loads.shape[0]
         ranks = self.scenario.cluster.num_devices
         # What passes take as they are; without recomputation; and without padding, too.
-        loads = batches.timed()
+        loads = batches.timed(masks=self.scenario.masks)
         again, once_through = self._costs
         costs = {phase: cost(loads) for phase, cost in again.items()}
         plain, real = ({phase: cost(each) for phase, cost in once_through.items()} for each in (loads, batches.real))

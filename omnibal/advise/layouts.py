@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
+from statistics import fmean
 from typing import Final, Literal
 
 import numpy as np
@@ -21,6 +22,8 @@ from omnibal.advise.layout_ranking import LEVELS_TRIED, LayoutRanking, PipelineK
 from omnibal.advise.wait import Sharding, bandwidth, exposed_seconds, phase_costs, phase_seconds
 from omnibal.cluster import Cluster, Layout
 from omnibal.cost import FloatArray, Load
+from omnibal.data.limits import fullest_load
+from omnibal.data.step_size import limits_of_step
 from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.plan import Plan
@@ -241,9 +244,9 @@ class Weighing:
 
     def _data_parallel(self, *, rearranged: bool) -> WeighedLayout | int:
         found, missing = list[WeighedLayout](), list[int]()
-        counts = self.ranking.micro_batches(Layout(1, self._cluster.num_devices))
-        for sharding, micro_batches in product(SHARDINGS[1:] if rearranged else SHARDINGS, counts):
-            recipe = Recipe(sharding, "even", micro_batches=micro_batches, target_rows=self.scenario.spares_rows)
+        sizes = self.ranking.micro_batches(Layout(1, self._cluster.num_devices))  # samples of a pack
+        for sharding, size in product(SHARDINGS[1:] if rearranged else SHARDINGS, sizes):
+            recipe = self.scenario.packed(Recipe(sharding, batch=size, target_rows=self.scenario.spares_rows))
             kept, again = (self.scenario.estimate(replace(recipe, recompute=level)) for level in LEVELS_TRIED)
             if again.missing_bytes > 0:
                 missing.append(again.missing_bytes)
@@ -323,18 +326,18 @@ class Weighing:
         return 2 * moved / bandwidth(self._cluster)
 
     def _packing(self, num_replicas: int, micro_batches: int, draws: int) -> Packing:
-        """Even packs of the first drawn steps; the largest pack of all draws counts for memory."""
-        scenario = self.scenario
+        """Even packs of the first draws."""
+        scenario, lengths = self.scenario, self.scenario.lengths
+        limits = limits_of_step(lengths, scenario.samples_per_step, num_replicas * micro_batches)
         if (num_replicas, micro_batches) not in self._batches:
             shape = {"num_ranks": num_replicas, "micro_batches": micro_batches}
             self._batches[num_replicas, micro_batches] = [
-                even_packs(scenario.samples(draw), alone, samples_per_step=scenario.samples_per_step, **shape)
-                for draw, alone in enumerate(scenario.alone)
+                even_packs(scenario.samples(draw), limits, **shape) for draw in range(len(scenario.draws))
             ]
-        made = self._batches[num_replicas, micro_batches]
-        steps = tuple(tuple(step) for batches in made[:draws] for step in batches.loads)
-        largest = Load.stack([batches.loads.max() for batches in made]).max()
-        return Packing(made[0].largest, micro_batches, float(scenario.samples_per_step), steps, largest)
+        made = self._batches[num_replicas, micro_batches][:draws]
+        steps = tuple(tuple(step) for batches in made for step in batches.loads)
+        per_step = fmean(batches.samples_per_step for batches in made)
+        return Packing(limits, micro_batches, per_step, steps, fullest_load(lengths, limits))
 
 
 def _device_seconds(profile: ModelProfile, degrees: tuple[int, int], loads: Load) -> tuple[float, float]:

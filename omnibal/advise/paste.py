@@ -13,9 +13,8 @@ from omnibal.advise.estimate import Estimate, Recipe
 from omnibal.advise.present import Host, Present
 from omnibal.advise.wait import Sharding
 from omnibal.cluster import Cluster
-from omnibal.data.lengths import SampleLengths
+from omnibal.data.epoch import arrange_epoch
 from omnibal.data.limits import PackLimits
-from omnibal.data.step_size import samples_made
 from omnibal.feeds.buffer_plan import buffer_of
 from omnibal.plan import Plan
 
@@ -40,6 +39,7 @@ class HostSyntax:
     pack_tokens: str = ""  # what says how many tokens a pack of random samples holds
     random: str = ""  # draws samples at random, which packs replace; empty if no setting does
     beside_packs: tuple[str, ...] = ()  # settings without which the drop-in refuses the trainer
+    searched: tuple[str, ...] = ()  # packs whose limits the drop-in finds; empty if it must be told
     stream_packs: tuple[str, ...] = (
         "from omnibal import PackLimits",
         "from omnibal.integrations.loops import pack_loss",
@@ -56,8 +56,11 @@ HOSTS: Final[dict[Host, HostSyntax]] = {
         packs=(
             "from omnibal import PackLimits",
             "from omnibal.integrations.transformers import balance",
-            "balance(trainer, PackLimits({vision}, {tokens}), samples_per_step={samples})",
-            "# before trainer.train(); balance(trainer) alone searches limits for your GPUs, which may differ",
+            "balance(trainer, PackLimits({vision}, {tokens}), samples_per_step={samples})  # before trainer.train()",
+        ),
+        searched=(
+            "from omnibal.integrations.transformers import balance",
+            "balance(trainer)  # before trainer.train(); for your GPUs and all samples limits may differ a little",
         ),
         stream_packs=(
             "from omnibal import PackLimits",
@@ -158,14 +161,14 @@ class Proposal:
     oversized: float  # share of the samples that are larger than a pack and have one of their own
 
 
-def propose(
-    estimate: Estimate, lengths: SampleLengths, *, num_samples: int | None = None, holds_all: bool = False
-) -> Proposal:
-    """Limits in about the proportion of what even packs hold, under which a step has the estimate's samples."""
-    packs = estimate.scenario.cluster.num_devices * estimate.recipe.micro_batches
-    limits = estimate.limits_for(lengths, holds_all=holds_all)
-    made = samples_made(lengths, limits, packs, num_samples=num_samples)
-    return Proposal(limits, made, len(limits.oversized(lengths)) / len(lengths))
+def propose(estimate: Estimate) -> Proposal:
+    """What adopts even packs."""
+    recipe, scenario = estimate.recipe, estimate.scenario
+    assert recipe.limits is not None, "packs have limits"
+    lengths, ranks = scenario.typical, scenario.cluster.num_devices
+    epoch = arrange_epoch(lengths, recipe.limits, num_replicas=ranks, micro_batches=recipe.micro_batches)
+    oversized = len(recipe.limits.oversized(scenario.lengths)) / len(scenario.lengths)
+    return Proposal(recipe.limits, len(lengths) / epoch.num_steps, oversized)
 
 
 def lines_to_paste(
@@ -192,6 +195,8 @@ def lines_to_paste(
             "buffer": buffer_of(after.recipe.micro_batches), "samples": round(per_step),
         }  # fmt: skip
         packs = HOSTS[host].stream_packs if kind == "stream" else HOSTS[host].packs
+        if HOSTS[host].searched and kind != "stream" and after.recipe.batch == today.recipe.batch:
+            packs = HOSTS[host].searched
         lines += ["paste:", *(f"    {line.format(**values)}" for line in packs)]
     elif after.recipe.target_rows:
         lines += ["paste:", *(f"    {line}" for line in TARGET_ROWS)]

@@ -182,6 +182,7 @@ class Question:
             offered=offered,
             cutoff=present.cutoff,
             precision=present.precision,
+            is_whole=self.measured.is_whole,
         )
         if recipe.limits is None:
             return asked
@@ -191,7 +192,7 @@ class Question:
             held = asked.estimate(recipe).samples_per_step
             if abs(held / asked.samples_per_step - 1) <= SAME_STEP / 2:
                 break
-            asked = replace(asked, samples_per_step=max(round(held), 1), _batches={})
+            asked = replace(asked, samples_per_step=max(round(held), 1))
         return asked
 
 

@@ -1,7 +1,7 @@
 """Limits of packs under which a step holds the samples that were asked for, and how many packs of a rank that takes.
 
-``fit_step`` finds them for a trainer, among those that waste least; ``limits_of_step`` in the proportion of packs that
-are known, in milliseconds, for an advice.
+``fit_step`` finds them for a trainer, among those that waste least; ``limits_of_step`` for so many packs, in
+milliseconds.
 """
 
 import math
@@ -26,7 +26,7 @@ from omnibal.data.limit_search import (
     forced_waste,
     search_limits,
 )
-from omnibal.data.limits import MOST, PackLimits, largest_limits, largest_load
+from omnibal.data.limits import MOST, PackLimits, fullest_load, largest_limits
 from omnibal.data.metrics import min_packs
 from omnibal.data.packing_spec import PackingSpec
 from omnibal.errors import InfeasibleError
@@ -258,7 +258,7 @@ class _StepSearch:
         """Bytes that a rank lacks for the largest micro-batch, by counted activations; below 0 where there is room."""
         if self.memory is None:
             return 0.0
-        most = largest_load(self.lengths, _of_planned(limits) if self.padded else limits)
+        most = fullest_load(self.lengths, _of_planned(limits) if self.padded else limits)
         return float(self.memory.peak_bytes(most)) - self.memory.budget_bytes
 
 
@@ -270,20 +270,15 @@ def _of_planned(planned: PackLimits) -> PackLimits:
     return PackLimits(*(math.ceil(most / PLANNED_SHARE) for most in (planned.vision_units, planned.llm_tokens)))
 
 
-def limits_of_step(
-    lengths: SampleLengths, like: PackLimits, samples_per_step: float, packs: int, *, holds_all: bool = False
-) -> PackLimits:
-    """Limits in about the proportion of ``like`` under which so many packs hold the samples of a step.
+def limits_of_step(lengths: SampleLengths, samples_per_step: float, packs: int) -> PackLimits:
+    """Limits in about the proportion of the data under which so many packs hold the samples of a step.
 
-    At least half of the samples fit, all of them with ``holds_all``; a larger one has a pack of its own. Where the
-    vision limit is a trap, the nearest above that is none is taken, and tokens limit the step.
+    At least half of the samples fit; a larger one has a pack of its own. Where the vision limit is a trap, the nearest
+    above that is none is taken, and tokens limit the step.
     """
-    part = _surveyed(lengths)
-    vision, tokens = like.vision_units, like.llm_tokens
-    if holds_all:
-        least = (lengths.summary.max_vision_units, max(lengths.summary.max_llm_tokens, 1))
-    else:
-        least = (int(np.median(part.vision_units)), max(int(np.median(part.llm_tokens)), 1))
+    part, summary, share = _surveyed(lengths), lengths.summary, samples_per_step / packs / len(lengths)
+    vision, tokens = share * summary.total_vision_units, share * summary.total_llm_tokens
+    least = (int(np.median(part.vision_units)), max(int(np.median(part.llm_tokens)), 1))
 
     def scaled(factor: float) -> PackLimits:
         return PackLimits(_within(least[0], factor * vision), _within(least[1], factor * tokens))
@@ -306,15 +301,10 @@ def limits_of_step(
     )))  # fmt: skip
 
 
-def samples_made(lengths: SampleLengths, limits: PackLimits, packs: int, *, num_samples: int | None = None) -> float:
-    """Samples of a step of so many packs, as ``BalancedPacks`` sizes an epoch; nothing is planned.
-
-    With ``num_samples`` the epoch has a whole number of steps; without, it is taken to be long.
-    """
-    count = num_samples or EPOCH
-    demand = survey(PackingSpec(_surveyed(lengths), limits))._replace(num_samples=count)
-    steps = demand.packs_needed(blocks_of(count), min(count, WINDOW)) / packs
-    return count / (steps if num_samples is None else max(math.ceil(steps), 1))
+def samples_made(lengths: SampleLengths, limits: PackLimits, packs: int) -> float:
+    """Samples of a step of so many packs, as ``BalancedPacks`` sizes a long epoch; nothing is planned."""
+    demand = survey(PackingSpec(_surveyed(lengths), limits))._replace(num_samples=EPOCH)
+    return EPOCH * packs / demand.packs_needed(blocks_of(EPOCH), WINDOW)
 
 
 def _surveyed(lengths: SampleLengths) -> SampleLengths:

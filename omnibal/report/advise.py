@@ -53,12 +53,7 @@ class Report:
 
     @cached_property
     def proposal(self) -> Proposal | None:
-        if not self.advice.takes_packs:
-            return None
-        # The size of an epoch is known where all samples were measured.
-        measured = self.question.measured
-        whole = len(measured.lengths) if measured.is_whole else None
-        return propose(self.advice.after, measured.lengths, num_samples=whole, holds_all=measured.is_stream)
+        return propose(self.advice.after) if self.advice.takes_packs else None
 
     @cached_property
     def headline(self) -> str:

@@ -74,7 +74,7 @@ def test_every_kind_is_weighed_on_the_same_samples(small):
     # What is useful takes the same seconds in every layout, so samples a second follow from its share.
     useful = {kind: each.shares["useful"] / each.samples_per_second for kind, each in by_kind.items()}
     assert useful["pipeline"] == pytest.approx(useful["zero"], rel=0.05)
-    assert by_kind["rearranged"].samples_per_second >= 0.99 * by_kind["zero"].samples_per_second
+    assert by_kind["rearranged"].samples_per_second >= 0.98 * by_kind["zero"].samples_per_second
 
 
 def test_hidden_talk_is_an_assumption_that_is_shown(small):

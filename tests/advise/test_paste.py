@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -30,7 +31,7 @@ def advice():
 @pytest.mark.parametrize(
     ("host", "packs", "settings"),
     [
-        (None, "balance(trainer, PackLimits(16, 4608), samples_per_step=250)", "gradient_checkpointing=False"),
+        (None, "balance(trainer)", "gradient_checkpointing=False"),
         ("ms-swift", "OMNIBAL_LIMITS=16,4608 swift sft ... --padding_free true",
          "--gradient_accumulation_steps {}, --gradient_checkpointing false"),
         ("llama-factory", "OMNIBAL_LIMITS=16,4608 torchrun --nproc-per-node 8 -m omnibal.integrations.plugins.llama",
@@ -52,6 +53,12 @@ def test_each_host_gets_its_own_lines(advice, host, packs, settings):
     command = f"packs of all samples: omnibal lengths train.json lengths --model models/mine {asked}"
     assert lines.index(command) == len(lines) - (1 if host else 4)
     assert host or [line.strip() for line in lines[-2:]] == [*COMPARE]
+
+
+def test_limits_are_pasted_where_packs_are_of_another_size_than_batches(advice):
+    found = replace(advice, after=advice.today.scenario.estimate(replace(advice.after.recipe, batch=8)))
+    lines = lines_to_paste(found, Present(), CLUSTER, Proposal(LIMITS, 250.2, 0.0), **NAMES, kind="annotations")
+    assert "    balance(trainer, PackLimits(16, 4608), samples_per_step=250)  # before trainer.train()" in lines
 
 
 def test_what_is_pasted_exists():

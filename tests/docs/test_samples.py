@@ -90,7 +90,7 @@ def test_what_balance_prints_of_memory(page):
     cluster = replace(Cluster(1, RANKS, device), memory_bytes=int(usable_bytes(device.memory_bytes)))
     given = free_levels(profile)
     flagged = tuple(index for index, layer in enumerate(profile.layers) if layer.kind.endswith("_block"))
-    choice = LayerChoice(flagged, given, RankMemory(profile, "zero3", cluster, "full", True), profile)
+    choice = LayerChoice(given, RankMemory(profile, "zero3", cluster, "full", True), profile, flagged)
     printed = choice.told(lengths, size.limits, choice.chosen(lengths, size.limits))
     assert printed == sample_of(page, printed[:12]).strip()
 

@@ -371,7 +371,7 @@ def choice_on(name, device):
     flagged = flagged_layers(model, profile)
     given = free_levels(profile, flagged)
     memory = RankMemory(profile, "ddp", cluster, tuple(level or "full" for level in given), True, (), held.precision)
-    return LayerChoice(tuple(flagged), given, memory, profile)
+    return LayerChoice(given, memory, profile, tuple(flagged))
 
 
 @pytest.mark.parametrize(
@@ -401,28 +401,30 @@ def test_smaller_packs_that_recompute_less_are_taken(name, device, batch_size, a
 def on_one(name, device):
     """What balance and what advise are asked of a model on one device, under plain gradient checkpointing."""
     choice, lengths = choice_on(name, device), made_lengths(name, 3800)
-    options = {"spares_rows": True, "fills": True, "precision": choice.memory.precision}
+    options = {"spares_rows": True, "fills": True, "precision": choice.memory.precision, "is_whole": True}
     return choice, lengths, Scenario(lengths, choice.costs, Cluster(1, 1, DEVICES[device]), 16, **options)
 
 
-@pytest.mark.parametrize(
-    ("device", "micro_batches", "fits"),
-    [("H200-141GB", 4, True), ("H200-141GB", 1, True), ("H100-80GB", 4, True), ("H100-80GB", 1, False)],
-)
-def test_advise_frees_the_layers_that_balance_frees(device, micro_batches, fits):
+@pytest.mark.parametrize("batch_size", [4, 16])
+@pytest.mark.parametrize("device", ["H200-141GB", "H100-80GB"])
+def test_advise_makes_the_packs_and_frees_the_layers_that_balance_does(device, batch_size):
     choice, lengths, held = on_one("8B", device)
-    packs = held.estimate(Recipe("ddp", "even", micro_batches=micro_batches, recompute="full", target_rows=True))
-    advised, limits = packs.filled(beside_limits=True), packs.limits_for(lengths, holds_all=False)
-    chosen, planned = choice.chosen(lengths, limits), fullest_load(lengths, limits)
+
+    def fit(batch_size):
+        return fit_step(lengths, 16, batch_size=batch_size, num_replicas=1, memory=choice.memory)
+
+    size = choice.best_size(lengths, fit(batch_size), batch_size, fit)
+    chosen, planned = choice.chosen(lengths, size.limits), fullest_load(lengths, size.limits)
+    asked = Recipe("ddp", "random", batch_size, 16 // batch_size, "full", target_rows=True)
+    advised = held.estimate(held.packed(asked)).filled()
     assert free_levels(choice.costs) == choice.given
-    assert advised.fits == (chosen.peak_bytes(planned) <= chosen.budget_bytes) == fits
-    if fits:
-        assert advised.memory.levels == chosen.levels
-        assert advised.peaks[0] == pytest.approx(float(chosen.peak_bytes(planned)))
+    assert (advised.recipe.limits, advised.recipe.micro_batches) == (size.limits, size.micro_batches)
+    assert advised.memory.levels == chosen.levels
+    assert advised.fits and advised.peaks[0] == pytest.approx(float(chosen.peak_bytes(planned)))
 
 
 def test_packs_of_a_batch_that_does_not_fit_are_several_in_advise_too():
     *_, held = on_one("8B", "H200-141GB")
-    for batch in (4, 16):
+    for batch, packs in ((4, 4), (16, 3)):
         found = advise(held, Recipe("ddp", "random", batch, 16 // batch), must_fit=False).after
-        assert (found.recipe.batching, found.recipe.micro_batches, found.recipe.recompute) == ("even", 3, "none")
+        assert (found.recipe.batching, found.recipe.micro_batches, found.recipe.recompute) == ("even", packs, "none")

@@ -35,7 +35,8 @@ def report():
 
 
 def candidate(kind, rate, *, recomputed=0.0, layout=None, encoder=None):
-    recipe, plan = Recipe("zero2", "even", micro_batches=2, recompute="full" if recomputed else "none"), None
+    recompute, plan = "full" if recomputed else "none", None
+    recipe = Recipe("zero2", "even", 8, 2, recompute, PackLimits(25, 7000))
     if layout is not None:
         layout = Layout(layout[0], layout[1], num_tensor=layout[2], encoder=encoder)
         plan = Plan(
@@ -60,7 +61,7 @@ def test_even_packs_have_limits_and_what_balance_needs(report):
     lines = pasted(report, candidate("zero", 1e6))
     assert lines[0].startswith("adopt: ZeRO with balanced packs, 1,000,000 samples/s (in words)")
     text = "\n".join(lines)
-    assert re.search(r"balance\(trainer, PackLimits\(\d+, \d+\), samples_per_step=6\d\)", text)
+    assert re.search(r"balance\(trainer, PackLimits\(25, 7000\), samples_per_step=\d+\)", text)
     assert 'train_sampling_strategy="random"' in text and '"zero_optimization": {"stage": 2} in the ds_config' in text
 
 

@@ -1,5 +1,6 @@
 """Draws what balance brings by ranks, spread of images and trainer: python -m tools.advise.map; see docs/advise.md."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,17 +37,15 @@ def lengths(spread: float) -> SampleLengths:
 
 def gains(trainer: str, accumulation: int) -> np.ndarray:
     """Samples a second of even packs over those of random ones without padding, shape (spreads, ranks)."""
-    device = DEVICES["A100-80GB"]
+    device = replace(DEVICES["A100-80GB"], memory_bytes=1 << 50)  # packs are as large as batches
     profile = analytic_profile(Model.known("InternVL3-8B").records, device)
     found = np.empty((len(SPREADS), len(RANKS)))
     for row, spread in enumerate(SPREADS):
         for column, ranks in enumerate(RANKS):
             scenario = Scenario(lengths(spread), profile, Cluster(1, ranks, device), ranks * accumulation * BATCH)
-            random, even = (
-                scenario.estimate(Recipe(trainer, batching, BATCH, accumulation, "none")).sample_seconds.mean()
-                for batching in ("flattened", "even")
-            )
-            found[row, column] = random / even
+            random = Recipe(trainer, "flattened", BATCH, accumulation, "none")
+            seconds = [scenario.estimate(way).sample_seconds.mean() for way in (random, scenario.packed(random))]
+            found[row, column] = seconds[0] / seconds[1]
     return found
 
 

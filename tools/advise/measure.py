@@ -84,7 +84,8 @@ def predicted(profile: ModelProfile, lengths: SampleLengths, ranks: int, batch: 
     scenario = Scenario(sample, profile, Cluster(1, ranks, FREE), ranks * micro_batches * batch)
     found = {}
     for trainer in TRAINERS:
-        ways = [Recipe(trainer, batching, batch, micro_batches, "none") for batching in ("random", "flattened", "even")]
+        ways = [Recipe(trainer, batching, batch, micro_batches, "none") for batching in ("random", "flattened")]
+        ways.append(scenario.packed(ways[0]))
         seconds = [scenario.estimate(way).sample_seconds.mean() for way in ways]
         found[trainer] = (seconds[0] / seconds[1], seconds[1] / seconds[2])
     return found

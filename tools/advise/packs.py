@@ -34,18 +34,8 @@ def rows(lengths: SampleLengths, ranks: int, micro_batches: int) -> dict[str, Ba
     """Each way's batches, of the same samples."""
     per_step = ranks * micro_batches * BATCH
     drawn = lengths.take(np.random.default_rng(0).permutation(len(lengths))[: per_step * STEPS])
-    tokens = drawn.llm_tokens.astype(np.float64)
-    samples = Samples(
-        np.stack([drawn.vision_units, tokens, tokens**2, 0 * tokens, 0 * tokens], axis=1).astype(np.float64)
-    )
+    samples = Samples(drawn)
     shape = {"num_ranks": ranks, "micro_batches": micro_batches}
-    epoch = arrange_epoch(drawn, LIMITS, num_replicas=ranks, micro_batches=micro_batches)
-    planned = epoch.packs.load(drawn)[epoch.steps[:-1]]
-    costs = phase_costs(PROFILE)
-    seconds = np.stack([
-        (costs[f"{part} forward"] + costs[f"{part} backward"])(samples.load) for part in ("vision", "language")
-    ], axis=1)  # fmt: skip
-    packed = round(len(drawn) / max(epoch.num_steps - 1, 1))
     task, padded = Task(drawn, ranks, micro_batches, BATCH), {"batch": BATCH, **shape}
     return {
         "padded": padded_batches(samples, **padded),
@@ -54,8 +44,7 @@ def rows(lengths: SampleLengths, ranks: int, micro_batches: int) -> dict[str, Ba
         "batch_rebalance, transformers'": _as_batches(rebalance(task), drawn),
         "batch_rebalance, the estimate's": padded_batches(samples, batching="batch_rebalance", **padded),
         "random packs": random_packs(samples, LIMITS, **shape),
-        "planner's packs": Batches(planned, planned, packed),
-        "estimate's even packs, as many samples": even_packs(samples, seconds, samples_per_step=packed, **shape),
+        "planner's packs": even_packs(samples, LIMITS, **shape),
     }
 
 
@@ -95,8 +84,9 @@ def step_sizes() -> None:
         seen = lengths.take(np.random.default_rng(3).permutation(len(lengths))[:SEEN])
         cluster = Cluster(nodes, 8, DEVICES["A100-80GB"])
         scenario = Scenario(seen, PROFILE, cluster, cluster.num_devices * batch * micro_batches)
-        proposal = propose(scenario.estimate(Recipe("zero3", "even", batch, micro_batches)), seen)
-        shape = {"num_replicas": cluster.num_devices, "micro_batches": micro_batches}
+        recipe = scenario.packed(Recipe("zero3", "random", batch, micro_batches))
+        proposal = propose(scenario.estimate(recipe))
+        shape = {"num_replicas": cluster.num_devices, "micro_batches": recipe.micro_batches}
         made = len(lengths) / arrange_epoch(lengths, proposal.limits, **shape).num_steps
         limits = f"{proposal.limits.vision_units} / {proposal.limits.llm_tokens}"
         print(

@@ -4,30 +4,25 @@ Limits bound every pack of a run, so its peak is known beforehand. transformers'
 own, ``gradient_checkpointing``: a layer without it keeps its activations, and nothing else changes.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Final, Literal
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from omnibal.advise.memory import RankMemory, Word, free_levels
+from omnibal.advise.memory import Filling, RankMemory, Word, free_levels
 from omnibal.advise.wait import phase_costs
-from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, fullest_load
-from omnibal.data.packs import Packs
-from omnibal.data.step_size import StepSize
-from omnibal.errors import ConfigError, InfeasibleError, reporting
+from omnibal.errors import ConfigError, reporting
 from omnibal.integrations.trainer.hooks import PacksCallback
 from omnibal.integrations.trainer.memory import GIB, is_full
 from omnibal.integrations.trainer.settings import TrainerSettings, data_rank_of, model_of, wraps_layers
 from omnibal.integrations.trainer.steps import module_of
-from omnibal.memory.recompute import recompute_seconds
 from omnibal.packs.collator import without_adapters
 from omnibal.profile.calibration import WARM_UP
 from omnibal.profile.records import Level, ModelProfile, levels_from_words, levels_in_words
@@ -36,12 +31,8 @@ from omnibal.ranks import gather
 Recompute = Literal["fill", "as_is"] | Mapping[str, Word]
 PARTS: Final = ("vision", "sound", "language")
 WORDS: Final = ("fill", "none", "full")
-HALVING: Final = 1.05
-"""What packs of half the size must gain to be taken: on one H200, 8B packs of 8 samples trained 3.5 % more tokens a
-second than packs of 4, both recomputing all, which counted costs do not know."""
 FLOAT32_SHARE: Final = 2.0  # bytes of activations over those in 16 bits, if all of them were float32
 NORMS_SHARE: Final = 1.25  # the same where autocast has norms of 16-bit layers put out float32
-HALVES: Final = (2, 4)  # how many times smaller than a batch packs are tried
 FLAG: Final = "gradient_checkpointing"  # of transformers' layers
 NAME: Final = "omnibal.FillsMemory"  # in Trainer's checkpoints
 _DOING: Final = "measuring of memory"
@@ -84,16 +75,11 @@ def flagged_layers(model: Any, profile: ModelProfile) -> dict[int, Any]:
 
 
 @dataclass(frozen=True)
-class LayerChoice:
-    """What may be chosen of a model's recomputation, and by which costs."""
+class LayerChoice(Filling):
+    """What may be chosen of a model's recomputation."""
 
     flagged: tuple[int, ...]
     """Layers of the profile that recompute by a flag of their own."""
-    given: tuple[Level | None, ...]
-    """The level that each layer of the profile keeps, or None for one that is chosen."""
-    memory: RankMemory | None
-    """None: memory is not known, and layers that are free recompute."""
-    costs: ModelProfile
 
     @classmethod
     def of(
@@ -120,50 +106,7 @@ class LayerChoice:
         given = free_levels(counted, flagged, _with_uncounted(settings.model, counted, words))
         if memory is not None and not trainer.is_deepspeed_enabled:
             memory = _under_autocast(memory, trainer.accelerator.mixed_precision)
-        return cls(tuple(flagged), given, memory, costs), []
-
-    def levels(self, memory: RankMemory | None) -> tuple[Level, ...]:
-        return tuple(level or "full" for level in self.given) if memory is None else memory.levels
-
-    def chosen(self, lengths: SampleLengths, limits: PackLimits, *, spare_bytes: float = 0) -> RankMemory | None:
-        """Memory under the levels that cost the least time and let every pack fit; all recomputed where none do.
-
-        Args:
-            spare_bytes: What the device was measured to have beyond what is counted.
-        """
-        if self.memory is None:
-            return None
-        seconds, budget = recompute_seconds(self.costs, total_load(lengths)), self.memory.budget_bytes + spare_bytes
-        found = self.memory.filled(fullest_load(lengths, limits), seconds, self.given, budget)
-        return replace(self.memory, recompute=self.levels(found))
-
-    def seconds(self, lengths: SampleLengths, levels: Sequence[Level]) -> float:
-        """Seconds that all samples take one rank, by costs."""
-        load = total_load(lengths)
-        return float(sum(float(cost(load).sum()) for cost in phase_costs(self.costs, recompute=tuple(levels)).values()))
-
-    def best_size(
-        self, lengths: SampleLengths, size: StepSize, batch_size: int, fit: Callable[[int], StepSize]
-    ) -> StepSize:
-        """The packs at hand, or smaller ones that recompute less, if that makes up for their number."""
-        # ``size`` is for ``batch_size`` samples a pack; ``fit`` finds limits and micro-batches for fewer.
-
-        def seconds_of(size: StepSize) -> float:
-            return self.seconds(lengths, self.levels(self.chosen(lengths, size.limits)))
-
-        best, least = size, seconds_of(size)
-        floor = self.seconds(lengths, [level or "none" for level in self.given])
-        for number, halves in enumerate(HALVES, 1):
-            if least <= floor * HALVING or batch_size // halves < 2:
-                break
-            try:
-                smaller = fit(batch_size // halves)
-            except InfeasibleError:
-                break
-            seconds = seconds_of(smaller) * HALVING**number
-            if seconds < least:
-                best, least = smaller, seconds
-        return best
+        return cls(given, memory, costs, tuple(flagged)), []
 
     def told(
         self, lengths: SampleLengths, limits: PackLimits, memory: RankMemory | None, *, spare_bytes: float = 0
@@ -219,10 +162,6 @@ def _with_uncounted(model: Any, counted: ModelProfile, words: Mapping[str, Word]
     reached = {layer.module for layer, is_reached in zip(counted.layers, counted.reached, strict=True) if is_reached}
     uncounted: dict[str, Word] = {part: "full" for part in PARTS if part in trained - reached}
     return uncounted | dict(words)
-
-
-def total_load(lengths: SampleLengths) -> Load:
-    return Packs(np.arange(len(lengths)), np.array([0, len(lengths)])).load(lengths)
 
 
 def _requiring_hooks(model: Any) -> list[tuple[dict[int, Any], int, Any]]:
