@@ -118,6 +118,11 @@ def fit_step(
         if all(search.off(size) > KEPT for size in found):
             found.append(StepSize(smallest, max(round(samples_per_step / num_replicas), 1)))
     best = min(found, key=search.lack)
+    if best.micro_batches > search.batches and not hears:
+        # More packs than batches: where ranks meet in each, each waits for a large sample.
+        as_many = StepSize(limits_of_step(lengths, samples_per_step, num_replicas * search.batches), search.batches)
+        if as_many.limits.within(ceiling) and search.fits(as_many.limits):
+            best = min(as_many, best, key=lambda size: max(search.lack(size), KEPT))
     if most is not None and search.lack(given) <= search.lack(best):
         return StepSize(most, given.micro_batches)
     return StepSize(_of_planned(best.limits), best.micro_batches) if padded else best

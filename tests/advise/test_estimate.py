@@ -72,6 +72,15 @@ def test_packs_without_samples_take_no_phase_any_time(versions):
     assert np.isfinite(found.spent).all() and sum(found.shares.values()) == pytest.approx(1)
 
 
+def test_flash_attention_takes_no_time_for_padding():
+    padded, varlen = (
+        replace(scenario(), masks=masks).estimate(Recipe("zero3", "random", 4, 8)) for masks in (True, False)
+    )
+    real = replace(varlen, batches=tuple(replace(each, loads=each.real) for each in varlen.batches))
+    seconds = [float(found.sample_seconds.mean()) for found in (real, varlen, padded)]
+    assert seconds == sorted(seconds) and seconds[1] < 0.95 * seconds[2]
+
+
 def test_ranks_wait_most_where_they_meet_most():
     shares = [scenario().estimate(Recipe(sharding, "random", 4, 8)).shares for sharding in ("ddp", "zero2", "zero3")]
     waits = [share["waiting for others' ViT"] + share["waiting for others' LLM"] for share in shares]

@@ -74,3 +74,14 @@ def test_limits_of_a_step_are_no_trap_and_hold_at_least_half_of_the_samples():
     assert len(several.oversized(lengths)) == 0
     assert several.vision_units != 9  # holds a 5 and a 3, and wastes what is left
     assert len(single.oversized(lengths)) <= 300
+
+
+@pytest.mark.parametrize("ranks", [128, 512])
+def test_no_more_packs_than_batches_where_a_few_samples_are_very_large(ranks):
+    """Where ranks meet in each pack, three with a large sample each take 1.7 times as long as one."""
+    tiles = np.maximum(np.random.default_rng(0).lognormal(1.44, 0.83, 60_000).round(), 1).astype(int)
+    lengths = SampleLengths(tiles, tiles * 256 + 150)
+    size = fit_step(lengths, 4 * ranks, batch_size=4, num_replicas=ranks)
+    epoch = arrange_epoch(lengths, size.limits, num_replicas=ranks, micro_batches=size.micro_batches)
+    assert size.micro_batches == 1
+    assert len(lengths) / epoch.num_steps == pytest.approx(4 * ranks, rel=KEPT)

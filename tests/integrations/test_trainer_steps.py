@@ -10,7 +10,7 @@ from omnibal.advise.wait import phase_costs, step_seconds
 from omnibal.cluster import Cluster
 from omnibal.cost import CostModel, Load
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.limits import PackLimits, largest_load
+from omnibal.data.limits import PackLimits, fullest_load
 from omnibal.data.step_size import KEPT, fit_step
 from omnibal.errors import InfeasibleError
 from omnibal.integrations.trainer.settings import _masks_padding
@@ -200,7 +200,7 @@ def test_sounds_beside_a_vit_get_a_limit():
     assert (
         loads.sound_units.max()
         <= limits.sound_units
-        < largest_load(lengths, replace(limits, sound_units=None)).sound_units / 2
+        < fullest_load(lengths, replace(limits, sound_units=None)).sound_units / 2
     )
     line = describe(sampler, None, "ddp", BATCHES)
     assert f"{limits.llm_tokens} tokens and {limits.sound_units} sound units, " in line
@@ -239,14 +239,14 @@ def test_limits_keep_the_memory():
     def memory(gib):
         return RankMemory(profile, "zero2", Cluster.of({**ONE_NODE, "memory_bytes": gib * 2**30}), "none")
 
-    needed = memory(80.0).peak_bytes(largest_load(LENGTHS, limits)) / 2**30
+    needed = memory(80.0).peak_bytes(fullest_load(LENGTHS, limits)) / 2**30
     assert fit(memory=memory(needed)).limits == limits
     state = memory(80.0).state_bytes / 2**30
     size, samples = sized(LENGTHS, 64, batch_size=8, memory=memory((needed + state) / 2))
     less = size.limits
     assert samples == pytest.approx(64, rel=KEPT)
     assert size.micro_batches > 2
-    assert memory(80.0).peak_bytes(largest_load(LENGTHS, less)) / 2**30 <= (needed + state) / 2
+    assert memory(80.0).peak_bytes(fullest_load(LENGTHS, less)) / 2**30 <= (needed + state) / 2
     assert less.llm_tokens < limits.llm_tokens
     with pytest.raises(InfeasibleError, match=r"memory must hold the largest sample \(5 vision units, .* too little"):
         fit(memory=memory(state))
