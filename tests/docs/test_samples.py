@@ -1,7 +1,9 @@
 """What pages show as printed is what is printed today, for the made-up lengths that they name."""
 
 import re
+from contextlib import chdir
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from textwrap import dedent
 
@@ -35,31 +37,37 @@ def sample_of(page, first):
     return dedent("\n".join(lines[begin:end]))
 
 
-def test_what_advise_prints(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    patch_lengths(SAMPLES).save("runs/lengths")
-    recipe = f"--today zero3 --batch {BATCH} --accumulation {ACCUMULATION}"
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    home = tmp_path_factory.mktemp("advise")
+    patch_lengths(SAMPLES).save(home / "runs/lengths")
+    return home
+
+
+@cache
+def advised(folder, batches):
+    """What the command of advise.md prints for a batch and accumulation, as ``2, 8``."""
+    batch, accumulation = batches.split(", ")
+    recipe = f"--today zero3 --batch {batch} --accumulation {accumulation}"
     command = f"advise runs/lengths --model Qwen2.5-VL-7B --cluster {RANKS}xA100-80GB {recipe}"
+    with chdir(folder):
+        return command, CliRunner().invoke(app, command.split()).stdout
+
+
+def test_what_advise_prints(folder):
+    command, printed = advised(folder, f"{BATCH}, {ACCUMULATION}")
     assert command.split("lengths ")[1] in (DOCS / "advise.md").read_text()
-    printed = CliRunner().invoke(app, command.split()).stdout
     assert printed.strip() == sample_of("advise.md", "omnibal over your best settings")
 
 
-def gains_by_advise():
-    """Rows of the table of gains whose layers recompute as advise chooses: its first two cells, and both gains."""
-    rows = [line.strip("| ").split(" | ") for line in (DOCS / "advise.md").read_text().splitlines()]
-    return [row[:4] for row in rows if len(row) == 5 and row[4].startswith("`advise`") and " of " in row[1]]
+ROWS = re.findall(r"^\| (\d+, \d+) \| all, (.*?) \| (.*?) \| (.*?) \|$", (DOCS / "advise.md").read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize(("batches", "layers", "over_random", "over_settings"), gains_by_advise())
-def test_gains_in_one_table(tmp_path, batches, layers, over_random, over_settings):
-    patch_lengths(SAMPLES).save(tmp_path)
-    batch, accumulation = batches.split(", ")
-    recipe = f"--today zero3 --batch {batch} --accumulation {accumulation}"
-    command = f"advise {tmp_path} --model Qwen2.5-VL-7B --cluster {RANKS}xA100-80GB {recipe}"
-    printed = CliRunner().invoke(app, command.split()).stdout
-    assert re.match(rf"omnibal over your best settings: {over_settings} .*; over today: {over_random} ", printed)
-    assert layers.replace("all, ", "(") + " layers recompute)" in printed
+@pytest.mark.parametrize(("batches", "layers", "over_settings", "over_today"), ROWS)
+def test_gains_of_other_batches(folder, batches, layers, over_settings, over_today):
+    _, printed = advised(folder, batches)
+    assert re.match(rf"omnibal over your best settings: {over_settings} .*; over today: {over_today} ", printed)
+    assert f"({layers} layers recompute)" in printed
 
 
 @pytest.mark.parametrize(
@@ -99,3 +107,15 @@ def test_what_the_planner_makes_is_what_its_page_shows(capsys):
     page = (DOCS.parent / "omnibal/data/balance/ALGORITHM.md").read_text()
     exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], {})
     assert capsys.readouterr().out == dedent(re.search(r"(?:^ {4}rank .*\n)+", page, re.MULTILINE)[0])
+
+
+@pytest.mark.slow
+def test_what_advise_prints_of_layouts(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    tiled_lengths(SAMPLES, seed=1).save(tmp_path)
+    page = (DOCS / "layouts.md").read_text()
+    command = re.search(r"^ {4}omnibal (advise .*)$", page, re.MULTILINE)[1].replace("train.jsonl", str(tmp_path))
+    printed = [line.strip() for line in CliRunner().invoke(app, command.split()).stdout.splitlines()]
+    shown = re.search(r"\n {4} +samples  without.*?(?=\n\n\|)", page, re.DOTALL)[0].split("\n")
+    assert len(shown) > 10
+    assert [line for line in shown if line.strip() not in printed] == []

@@ -1,4 +1,4 @@
-"""Draws what balance brings by ranks, spread of images and trainer: python -m tools.advise.map; see docs/advise.md."""
+"""Draws what balance brings by ranks, spread of images and trainer: python -m tools.advise.map; see RESULTS.md."""
 
 from dataclasses import replace
 from pathlib import Path
