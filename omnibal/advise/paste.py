@@ -268,13 +268,13 @@ def rearranging_lines(advice: Advice, present: Present, found: WeighedLayout) ->
     if host != "transformers":
         return ["paste: docs/rearranging.md has the lines for a loop of your own and for transformers' Trainer"]
     ranks, syntax = today.scenario.cluster.num_devices, HOSTS[host]
-    batch = max(round(today.samples_per_step / ranks / recipe.micro_batches), 1)
+    batch, micro_batches = recipe.batch, max(round(today.samples_per_step / ranks / recipe.batch), 1)
     settings = [
-        syntax.batch.format(batch), syntax.accumulation.format(recipe.micro_batches), *_random(today.recipe, host),
+        syntax.batch.format(batch), syntax.accumulation.format(micro_batches), *_random(today.recipe, host),
         *_changed(today.recipe, recipe, host), *syntax.beside_packs,
     ]  # fmt: skip
     pasted = (f"    {line}" for line in REARRANGE)
-    measured = _to_measure(today, batch * recipe.micro_batches * ranks)
+    measured = _to_measure(today, batch * micro_batches * ranks)
     return ["paste:", *pasted, f"set: {', '.join(settings)}", measured]
 
 

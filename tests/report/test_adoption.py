@@ -68,7 +68,7 @@ def test_even_packs_have_limits_and_what_balance_needs(report):
 def test_rearranged_samples_are_drawn_in_batches_of_todays_step(report):
     text = "\n".join(pasted(report, candidate("rearranged", 1e6, recomputed=0.25), candidate("zero", 9e5)))
     assert "rearrange(trainer)  # on all ranks" in text and "balance(" not in text
-    assert "set: per_device_train_batch_size=4, gradient_accumulation_steps=2, train_sampling" in text
+    assert "set: per_device_train_batch_size=8, gradient_accumulation_steps=1, train_sampling" in text
     assert "gradient_checkpointing=True" in text and "today, 64 with them" in text
     assert "docs/rearranging.md" in "\n".join(pasted(report_of(Present("ms-swift", "zero3", 4, 2)),
                                                      candidate("rearranged", 1e6)))  # fmt: skip
