@@ -322,8 +322,12 @@ def _sharing_less(current: Estimate) -> TriedChange | None:
     sharding = current.recipe.sharding
     if sharding not in SHARING_LESS:
         return None
-    after = current.scenario.estimate(replace(current.recipe, sharding=SHARING_LESS[sharding]))
-    return _change("sharding", f"{SHARING_LESS[sharding]} in place of {sharding}", current, after)
+    recipe = replace(current.recipe, sharding=SHARING_LESS[sharding])
+    after, detail = current.scenario.estimate(recipe), f"{recipe.sharding} in place of {sharding}"
+    if isinstance(recipe.recompute, tuple):  # what recomputes is chosen anew
+        after = current.scenario.estimate(replace(recipe, recompute="full")).filled()
+        detail += f", {_told_layers(after)}{_told_batches(after, recipe)}"
+    return _change("sharding", detail, current, after)
 
 
 def _alone_brings(settled: Estimate, packs: Estimate | None, present: Estimate) -> bool:
