@@ -95,6 +95,7 @@ def fit_step(
     # 3. Where packs are then too large for a step: also smaller limits, under which larger samples are alone in packs.
     # 4. Where packs still hold too many samples, as of texts, whose limits are few: fewer tokens, found by halving.
     # 5. Packs of one sample each, which keep the samples of a step and pack nothing, where all else is far off.
+    # 6. Where all these are more packs than there were batches: as many, if they hold a step's samples as well.
     search = _StepSearch(lengths, samples_per_step, batch_size, num_replicas, padded, memory)
     if most is not None:
         given = search.sized(planned_with(most) if padded else most)
