@@ -60,7 +60,14 @@ def test_what_advise_prints(folder):
     assert printed.strip() == sample_of("advise.md", "omnibal over your best settings")
 
 
-ROWS = re.findall(r"^\| (\d+, \d+) \| all, (.*?) \| (.*?) \| (.*?) \|$", (DOCS / "advise.md").read_text(), re.MULTILINE)
+ROWS, OF_README = (
+    re.findall(r"^\| (\d+, \d+) \| all, (.*?) \| (.*?) \| (.*?) \|$", path.read_text(), re.MULTILINE)
+    for path in (DOCS / "advise.md", DOCS.parent / "README.md")
+)
+
+
+def test_the_readme_has_the_gains_of_the_page_on_advice():
+    assert OF_README == ROWS and len(ROWS) > 3
 
 
 @pytest.mark.parametrize(("batches", "layers", "over_settings", "over_today"), ROWS)
