@@ -1,6 +1,7 @@
 """What one recipe takes and holds, estimated on drawn steps; how much faster another is, and how a gain is said."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Final, Literal
@@ -14,7 +15,7 @@ from omnibal.cluster import Cluster
 from omnibal.cost import CostModel, FloatArray
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, fullest_load
-from omnibal.data.step_size import StepSize, fit_step
+from omnibal.data.step_size import StepSize, fit_step, lacking_bytes
 from omnibal.errors import InfeasibleError, bytes_in_words
 from omnibal.profile.records import Level, ModelProfile
 
@@ -103,7 +104,7 @@ class Scenario:
     is_whole: bool = False
     """Whether the lengths are those of all samples of the data, or of some that were measured."""
     _batches: dict[Recipe, tuple[Batches, ...]] = field(init=False, default_factory=dict)
-    _sizes: dict[Recipe, StepSize] = field(init=False, default_factory=dict)
+    _sizes: dict[int | Recipe, StepSize] = field(init=False, default_factory=dict)
 
     @cached_property
     def draws(self) -> tuple[Samples, ...]:
@@ -167,17 +168,21 @@ class Scenario:
 
     def packed(self, recipe: Recipe) -> Recipe:
         """Even packs in place of batches: the limits, and the packs of a rank's step, that ``balance`` would take."""
+        lengths, ranks, memory = self.typical, self.cluster.num_devices, self.memory(recipe).with_margin
+        if self.fills and recipe.recompute == "full":  # limits are searched for layers that recompute all they may
+            memory = replace(memory, recompute=Filling(free_levels(self.profile), None, self.profile).levels(None))
+        fit = partial(fit_step, lengths, self.samples_per_step, batch_size=recipe.batch, num_replicas=ranks)
+        if recipe.batch not in self._sizes:
+            self._sizes[recipe.batch] = fit()
+        size = self._sizes[recipe.batch]
         asked = replace(recipe, batching="even", limits=None, micro_batches=1)
-        if asked not in self._sizes:
-            lengths, ranks, memory = self.typical, self.cluster.num_devices, self.memory(asked).with_margin
-            if self.fills and asked.recompute == "full":  # limits are searched for layers that recompute all they may
-                memory = replace(memory, recompute=Filling(free_levels(self.profile), None, self.profile).levels(None))
-            fit = partial(fit_step, lengths, self.samples_per_step, batch_size=recipe.batch, num_replicas=ranks)
-            try:
-                self._sizes[asked] = fit(memory=memory)
-            except InfeasibleError:
-                self._sizes[asked] = fit()
-        return replace(asked, limits=self._sizes[asked].limits, micro_batches=self._sizes[asked].micro_batches)
+        if lacking_bytes(lengths, size.limits, memory) > 0:
+            if asked not in self._sizes:
+                self._sizes[asked] = size  # where none fit
+                with suppress(InfeasibleError):
+                    self._sizes[asked] = fit(memory=memory)
+            size = self._sizes[asked]
+        return replace(asked, limits=size.limits, micro_batches=size.micro_batches)
 
     def memory(self, recipe: Recipe) -> RankMemory:
         return RankMemory(

@@ -90,12 +90,18 @@ def fit_step(
         longest_row: The most tokens of a pack in which the model computes samples as it does alone.
         memory: What ranks hold, and how much they have; for limits that are searched.
     """
+    # 0. Memory is asked where what is found without it does not fit.
     # 1. Limits that are given stay where some number of micro-batches fits them, or nothing fits better.
     # 2. Limits that hold every sample are searched; of those that fit, the ones that waste least are taken.
     # 3. Where packs are then too large for a step: also smaller limits, under which larger samples are alone in packs.
     # 4. Where packs still hold too many samples, as of texts, whose limits are few: fewer tokens, found by halving.
     # 5. Packs of one sample each, which keep the samples of a step and pack nothing, where all else is far off.
     # 6. Where all these are more packs than there were batches: as many, if they hold a step's samples as well.
+    if memory is not None:
+        options = {"batch_size": batch_size, "num_replicas": num_replicas, "most": most, "longest_row": longest_row}
+        size = fit_step(lengths, samples_per_step, padded=padded, **options)  # type: ignore[arg-type]
+        if lacking_bytes(lengths, size.limits, memory) <= 0:
+            return size
     search = _StepSearch(lengths, samples_per_step, batch_size, num_replicas, padded, memory)
     if most is not None:
         given = search.sized(planned_with(most) if padded else most)
@@ -261,11 +267,14 @@ class _StepSearch:
         return self._lacking_bytes(limits) <= 0
 
     def _lacking_bytes(self, limits: PackLimits) -> float:
-        """Bytes that a rank lacks for the largest micro-batch, by counted activations; below 0 where there is room."""
         if self.memory is None:
             return 0.0
-        most = fullest_load(self.lengths, _of_planned(limits) if self.padded else limits)
-        return float(self.memory.peak_bytes(most)) - self.memory.budget_bytes
+        return lacking_bytes(self.lengths, _of_planned(limits) if self.padded else limits, self.memory)
+
+
+def lacking_bytes(lengths: SampleLengths, limits: PackLimits, memory: DeviceMemory) -> float:
+    """Bytes that a rank lacks for the fullest micro-batch, by counted activations; below 0 where there is room."""
+    return float(memory.peak_bytes(fullest_load(lengths, limits))) - memory.budget_bytes
 
 
 def planned_with(limits: PackLimits) -> PackLimits:

@@ -92,6 +92,8 @@ def few_steps(monkeypatch):
     monkeypatch.setattr(packings, "SIMULATED", 16)
     monkeypatch.setattr(packings, "FEWEST_SIMULATED", 2)
     monkeypatch.setattr(estimate, "LEAST_SAMPLES", 64)
+    monkeypatch.setattr(estimate, "LEAST_STEPS", 2)
+    monkeypatch.setattr(estimate, "LEAST_SEARCHED", 8)
     monkeypatch.setattr(estimate, "GROUPED", 1)
     monkeypatch.setattr(layouts, "MOST_TRIED", 3)
     monkeypatch.setattr(layouts, "MOST_TIMES", 1)

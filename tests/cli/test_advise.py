@@ -163,6 +163,7 @@ def test_a_stream_is_piped():
     assert not any("packs of all samples" in line for line in lines)
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_the_largest_assumption_stands_in_the_second_line(omnibal, annotations, lengths, tmp_path):
     (tmp_path / "factory.yaml").write_text("finetuning_type: full\ncutoff_len: 40000\ndeepspeed: zero.json\n")
     (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 3}}')

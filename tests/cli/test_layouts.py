@@ -83,7 +83,7 @@ def test_text_alone_leaves_units_no_encoder(omnibal, advised, planned):
     for layouts in (advised(omnibal, data="text"), planned(omnibal, data="text")):
         assert layouts["missing_bytes"] == {"units": 0}
         # The encoder does nothing on any device.
-        assert useful_seconds(layouts, "spread") == pytest.approx(useful_seconds(layouts, "pipeline"), rel=3e-3)
+        assert useful_seconds(layouts, "spread") == pytest.approx(useful_seconds(layouts, "pipeline"), rel=0.01)
 
 
 def test_measured_costs_weigh_all_but_tensor_ranks(omnibal, advised, planned, ds_config, tmp_path):

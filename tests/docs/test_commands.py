@@ -94,6 +94,8 @@ def folder(tmp_path_factory):
         patch.setattr(packings, "SIMULATED", 16)
         patch.setattr(packings, "FEWEST_SIMULATED", 2)
         patch.setattr(estimate, "LEAST_SAMPLES", 64)
+        patch.setattr(estimate, "LEAST_STEPS", 2)
+        patch.setattr(estimate, "LEAST_SEARCHED", 8)
         patch.setattr(estimate, "GROUPED", 1)
         patch.setattr(layouts, "MOST_TRIED", 2)
         patch.setattr(layouts, "MOST_TIMES", 1)

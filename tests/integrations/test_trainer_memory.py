@@ -19,7 +19,7 @@ from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, largest_load
 from omnibal.data.step_size import fit_step
-from omnibal.device import DEVICES
+from omnibal.device import DEVICES, MOST_MARGIN_SHARE
 from omnibal.errors import InfeasibleError
 from omnibal.integrations.trainer.memory import GIB, HeldBytes, device_gib
 from omnibal.integrations.trainer.recompute import FillsMemory
@@ -258,7 +258,7 @@ def check_unlike_devices(folder, layout):
     memory = TrainerSettings.of(trainer).memory(8.0)
     largest = float(memory.peak_bytes(largest_load(plain.lengths, plain.limits)))
     room = 0.7 * largest + 0.3 * memory.state_bytes
-    own = room + 2 * GIB + (trainer.args.process_index == 0) * 10 * GIB
+    own = room / (1 - MOST_MARGIN_SHARE) + (trainer.args.process_index == 0) * 10 * GIB
     asked = partial(device_gib, torch.device("cuda", 0))
     with (
         mock.patch.object(torch.cuda, "mem_get_info", lambda device: (0, own)),
