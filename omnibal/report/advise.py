@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -109,11 +109,22 @@ class Report:
         )
         found.append(f"today: {today.samples_per_second:,.1f} samples/s; time of the GPUs: {shares}")
         found.append("changes, each on top of the lines above it; 0: without packs; 1, 2, ...: omnibal's packs")
-        # Changes that are parts of packs say nothing by themselves if packs as a whole bring nothing.
-        own = [change for change in advice.changes if not change.is_setting and advice.takes_packs]
         found += [f"0. {self._said(change)}" for change in advice.changes if change.is_setting]
-        found += [f"{number}. {self._said(change)}" for number, change in enumerate(own, start=1)]
+        found += [f"{number}. {self._said(change)}" for number, change in enumerate(self._of_packs, start=1)]
         return found + ([self._limits(self.proposal)] if self.proposal is not None else [])
+
+    @property
+    def _of_packs(self) -> list[TriedChange]:
+        """What packs bring, where they do as a whole: samples without padding and even packs are one change."""
+        own = [change for change in self.advice.changes if not change.is_setting and self.advice.takes_packs]
+        halves = [change for change in own if change.name in ("no padding", "balanced packs") and change.gain]
+        if len(halves) < 2:
+            return own
+        first, second = halves
+        assert first.gain is not None and second.gain is not None, "these were estimated"
+        detail, gain = f"{first.detail}; {second.detail}", first.gain * second.gain
+        packs = replace(second, name="packs", detail=detail, gain=gain)
+        return [packs if change is second else change for change in own if change is not first]
 
     def to_paste(self, layouts: LayoutReport | None = None) -> list[str]:
         """The lines that adopt the advice, or the fastest layout that runs if that brings more."""
@@ -228,8 +239,8 @@ class Report:
         if not change.brings:
             small = "slower" if change.gain.factor + change.gain.error < 1 else "within the error"
             # The drop-in makes these together, so each counts even where it brings nothing alone.
-            if not change.is_setting and change.name in ("head", "no padding", "balanced packs"):
-                return f"{change.name}: {change.gain}x ({change.detail}; {small} alone, but omnibal's packs need it)"
+            if not change.is_setting and change.name in ("head", "packs", "no padding", "balanced packs"):
+                return f"{change.name}: {change.gain}x ({change.detail}; {small} alone, but the next lines need it)"
             return f"{change.name}: not used, {change.gain}x is {small} ({change.detail})"
         instead = "; packs take its place" if change in self.advice.replaced else ""
         return f"{change.name}: {change.gain}x ({change.detail}{instead})"
