@@ -23,7 +23,6 @@ from omnibal.data.limits import MOST, PackLimits
 from omnibal.errors import bytes_in_words
 
 TRAINER: Final = "ZeRO with a trainer's own settings"
-LIMITS: Final = "limits"  # the change to another number of packs than `balance` takes by itself
 MOST_ROUNDS: Final = 4  # in which settings are tried one after another; two to three bring something
 ALIKE: Final = 1.005  # recipes of up to so many times the least seconds are taken to be equally fast
 # Mean tokens of smaller batches: products of fewer rows do not keep a device as busy as counted costs assume.
@@ -345,7 +344,7 @@ def _other_packs(current: Estimate, recipe: Recipe) -> TriedChange | None:
     detail = f"{count_of(found.recipe.micro_batches, 'pack')} per rank and step"
     if found.recipe.recompute != current.recipe.recompute:
         detail += f", {_told_layers(found)}"
-    return _change(LIMITS, detail, current, found)
+    return _change("limits", detail, current, found)
 
 
 def _fastest_packs(scenario: Scenario, recipe: Recipe) -> Estimate | None:

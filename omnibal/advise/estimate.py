@@ -149,7 +149,7 @@ class Scenario:
         """For each draw the seconds that every sample takes alone in each encoder and the LLM, (samples, parts)."""
         costs = phase_costs(self.profile)
         parts = [costs[f"{part} forward"] + costs[f"{part} backward"] for part in self.parts]
-        # The planner counts every token as a target, so even packs do, too.
+        # As the planner does, every token counts as a target.
         loads = (samples.all_rows.load for samples in self.draws)
         return tuple(np.stack([cost(load) for cost in parts], axis=1) for load in loads)
 

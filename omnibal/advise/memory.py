@@ -216,7 +216,7 @@ class RankMemory:
 
     @property
     def with_margin(self) -> "RankMemory":
-        """The same on devices whose memory is what a run may take of it."""
+        """What the rank holds, on a device that has only the memory that ``usable_bytes`` leaves of this one."""
         most = max(usable_bytes(self.budget_bytes), self.cluster.overhead_bytes + 1)
         return replace(self, cluster=replace(self.cluster, memory_bytes=most))
 
