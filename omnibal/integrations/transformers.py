@@ -113,8 +113,8 @@ def balance(
             1 / n (``"sample"``) or 1 / √n (``"square"``), as in InternVL's published scripts, over the sum of weights.
         memory_gib: What a device may hold in all, for limits that are searched and for ``recompute``: where it does not
             suffice by counted activations and weights, packs are smaller. By default it is what the smallest GPU of all
-            ranks has, less 6 %, or 2 GiB if that is more (``omnibal.device.usable_bytes``); where no pack fits then, a line says so and packs stay as they
-            were asked for. ``float("inf")`` asks no memory.
+            ranks has, less 6 % of it, or 2 GiB if that is more; where no pack fits then, a line says so and packs stay
+            as they were asked for. ``float("inf")`` asks no memory.
         recompute: Under gradient checkpointing, what recomputes: only what must, for the fullest pack to fit the device
             (``"fill"``), or all that transformers recomputes (``"as_is"``); or such a word for each of ``"vision"``,
             ``"sound"`` and ``"language"``: ``"fill"``, ``"none"`` or ``"full"``. Losses and gradients stay the same.
