@@ -10,18 +10,18 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from omnibal.cli.main import app
-from omnibal.dispatch.divide import divide
 from tests.engine.demo import demo_config
+from tests.engine.launch import run_loops
 
 
 def main() -> None:
-    """Make a plan, and divide samples over ranks."""
+    """Run loops, and make a plan."""
+    run_loops()
     with tempfile.TemporaryDirectory() as name:
         file = Path(name) / "config.json"
         file.write_text(json.dumps(demo_config(Path(name))))
         done = CliRunner().invoke(app, ["plan", str(file), "--cluster", "4xA100-80GB", "--num-stages", "2"])
         assert done.exit_code == 0, done.output
-    divide([[1.0, 5.0], [2.0, 6.0], [3.0, 7.0], [4.0, 8.0]], 2)
 
 
 if __name__ == "__main__":

@@ -59,9 +59,9 @@ def draw_ranks() -> None:
             slowest = vision.max(axis=1) + (language + padding).max(axis=1)
             shown = int(np.argsort(slowest)[len(slowest) // 2])
             draw_rank_bars(axes, *parts[shown].T)
-            busy = (vision + language).sum() / (8 * slowest.sum())
+            busy = (vision + language)[shown].sum() / (8 * slowest[shown])
             axes.set_title(f"{title}: {busy:.0%} is work", loc="left")
-        panels[0].set(ylabel="rank", xlim=(0, 2.7))
+        panels[0].set(ylabel="rank")
         legend_below(figure, panels[0])
 
 
@@ -94,7 +94,7 @@ def draw_rank_bars(axes: Axes, vision: np.ndarray, language: np.ndarray, padding
     ):
         axes.barh(ranks, seconds, left=left, label=name or None, **look)
         left += seconds
-    axes.set(xlabel="seconds of a step, counted for A100s", ylim=(len(vision) - 0.4, -0.6), yticks=ranks)
+    axes.set(xlabel="seconds of a step, computed for A100s", ylim=(len(vision) - 0.4, -0.6), yticks=ranks)
     axes.grid(False, axis="y")
 
 

@@ -98,11 +98,6 @@ class Batches:
     def num_samples(self) -> float:
         return self.samples_per_step * self.loads.shape[0]
 
-    @property
-    def largest(self) -> PackLimits:
-        most = self.loads.max()
-        return PackLimits(int(most.vision_units), max(int(most.llm_tokens), 1))
-
 
 def padded_batches(
     samples: Samples, *, batch: int, num_ranks: int, micro_batches: int, batching: Batching = "random"

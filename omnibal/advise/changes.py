@@ -15,12 +15,13 @@ from omnibal.advise.estimate import (
     Scenario,
     Speedup,
     Way,
+    doubling,
     refuse_impossible,
     what_fits,
 )
 from omnibal.advise.wait import Sharding
 from omnibal.data.limits import MOST, PackLimits
-from omnibal.errors import bytes_in_words
+from omnibal.data.step_size import KEPT
 
 TRAINER: Final = "ZeRO with a trainer's own settings"
 MOST_ROUNDS: Final = 4  # in which settings are tried one after another; two to three bring something
@@ -208,11 +209,11 @@ def _packs(now: Estimate, settled: Estimate) -> tuple[_Search, Speedup | None]:
         flattened = scenario.estimate(replace(settled.recipe, batching="flattened", target_rows=recipe.target_rows))
         # Need not fit: the line tells packing from balance, and nobody is advised to stop there.
         instead = BATCHINGS.get(settled.recipe.batching)
-        detail = "random samples without padding" + (f", in place of {instead[0]}" if instead else "")
+        detail = (f"in place of {instead[0]}: " if instead else "") + "random samples, no padding"
         gain = Speedup.of(search.current, flattened)
         search.offer(TriedChange("no padding", detail, gain, flattened), belongs=True)
     packs = count_of(balanced.recipe.micro_batches, "pack")
-    detail = f"packs that take equally long, {packs} per rank and step"
+    detail = f"equally long packs, {packs} per rank and step"
     search.offer(_change("balanced packs", detail, search.current, balanced), belongs=True)
     if search.current is balanced:
         search.offer(_filled(balanced) if scenario.fills else _recompute(balanced))
@@ -228,13 +229,13 @@ def _packs(now: Estimate, settled: Estimate) -> tuple[_Search, Speedup | None]:
 
 def _change(name: str, detail: str, before: Estimate, after: Estimate) -> TriedChange:
     if not after.fits:
-        return TriedChange(name, f"{detail} does not fit, {bytes_in_words(after.missing_bytes)} are missing")
+        return TriedChange(name, f"{detail} does not fit: {after.needs}")
     return TriedChange(name, detail, Speedup.of(before, after), after)
 
 
 def _head(now: Estimate) -> TriedChange:
     spared = now.scenario.estimate(replace(now.recipe, target_rows=True))
-    return _change("head", "logits and loss only for tokens that predict a target", now, spared)
+    return _change("head", "logits and loss only for tokens that predict a target: target_rows(model)", now, spared)
 
 
 def _batched(current: Estimate, batching: Batching) -> TriedChange:
@@ -344,14 +345,16 @@ def _other_packs(current: Estimate, recipe: Recipe) -> TriedChange | None:
     detail = f"{count_of(found.recipe.micro_batches, 'pack')} per rank and step"
     if found.recipe.recompute != current.recipe.recompute:
         detail += f", {_told_layers(found)}"
-    return _change("limits", detail, current, found)
+    return _change("number of packs", detail, current, found)
 
 
 def _fastest_packs(scenario: Scenario, recipe: Recipe) -> Estimate | None:
-    """Even packs of as many samples as a batch, or of 1, 2, 4, ...: the fastest that fit; None if none do."""
-    most = max(scenario.samples_per_step // scenario.cluster.num_devices, 1)
-    sizes = [2**power for power in range(most.bit_length())]
-    recipes = [scenario.packed(replace(recipe, batch=size)) for size in dict.fromkeys([recipe.batch, *sizes])]
+    """Even packs of as many samples as a batch, or 1, 2, 4, ... of a rank's step: the fastest that fit, if any do."""
+    counts, wanted = doubling(scenario.samples_per_step // scenario.cluster.num_devices), scenario.samples_per_step
+    others = (scenario.in_packs(recipe, count) for count in counts)
+    # Samples that hardly combine make steps of other sizes.
+    alike = (each for each in others if abs(scenario.estimate(each).samples_per_step / wanted - 1) <= KEPT)
+    recipes = [scenario.packed(recipe), *alike]
     if scenario.fills and recipe.recompute == "full":
         recipes = [scenario.estimate(each).filled().recipe for each in recipes]
     return _fastest(scenario, recipes, recipes[0])

@@ -15,7 +15,7 @@ from omnibal.cluster import Cluster
 from omnibal.cost import CostModel, FloatArray
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, fullest_load
-from omnibal.data.step_size import StepSize, fit_step, lacking_bytes
+from omnibal.data.step_size import StepSize, fit_step, lacking_bytes, limits_of_step
 from omnibal.errors import InfeasibleError, bytes_in_words
 from omnibal.profile.records import Level, ModelProfile
 
@@ -39,6 +39,9 @@ LEAST_SAMPLES, LEAST_STEPS, MOST_SAMPLES = 4096, 16, 65_536
 LEAST_SEARCHED: Final = 32  # steps at least of the samples that limits are searched for: one step more is 3 %
 # Share of an estimated factor that it may be off by beside chance; tools/advise/RESULTS.md has what was measured.
 MODEL_ERROR: Final = 0.03
+# Share of a gain's logarithm that checks on GPUs found it off by, either way: 1.57 computed and 1.9 measured on one
+# H200, 2.09 computed and 1.53 published by OmniBal's authors. Sources: tools/gpu/RESULTS.md, tools/paper/RESULTS.md.
+CHECKED_ERROR: Final = 0.42
 DEVIATIONS: Final = 2  # standard deviations of chance that an error spans: 19 of 20 estimates lie within
 # Over the number of samples: the share of the data that may be unlike all of them, in 19 of 20 cases. Source: the rule
 # of three; Hanley and Lippman-Hand, "If nothing goes wrong, is everything all right?", JAMA 1983.
@@ -184,6 +187,14 @@ class Scenario:
             size = self._sizes[asked]
         return replace(asked, limits=size.limits, micro_batches=size.micro_batches)
 
+    def in_packs(self, recipe: Recipe, count: int) -> Recipe:
+        """So many even packs of a rank's step, by limits that are found at once; models that hear need a search."""
+        ranks = self.cluster.num_devices
+        if self.hears:
+            return self.packed(replace(recipe, batch=max(self.samples_per_step // (ranks * count), 1)))
+        limits = limits_of_step(self.typical, self.samples_per_step, ranks * count)
+        return replace(recipe, batching="even", limits=limits, micro_batches=count)
+
     def memory(self, recipe: Recipe) -> RankMemory:
         return RankMemory(
             self.profile, recipe.sharding, self.cluster, recipe.recompute, recipe.target_rows, recipe.offloaded,
@@ -275,6 +286,12 @@ class Estimate:
     def fits(self) -> bool:
         return self.missing_bytes <= 0
 
+    @property
+    def needs(self) -> str:
+        """Bytes that the fullest rank needs, beside those that it may use."""
+        needed, usable = int(self.peaks[0]), self.memory.with_margin.budget_bytes
+        return f"needs {bytes_in_words(needed)}, {bytes_in_words(usable)} are usable"
+
     def _spent(self, batches: Batches) -> FloatArray:
         recipe, steps = self.recipe, batches.loads.shape[0]
         ranks = self.scenario.cluster.num_devices
@@ -313,6 +330,16 @@ class Estimate:
             *beside,
         ]
         return np.array(spent) / batches.num_samples
+
+
+def doubling(most: int) -> list[int]:
+    """1, 2, 4, … up to ``most``, and ``most`` itself.
+
+    >>> doubling(6)
+    [1, 2, 4, 6]
+    """
+    powers = [2**power for power in range(max(most, 1).bit_length()) if 2**power < most]
+    return [*powers, most] if most > 0 else []
 
 
 def what_fits(now: Estimate) -> tuple[str, ...]:
@@ -396,8 +423,14 @@ class Speedup:
         factor = self.factor * other.factor
         return Speedup(factor, factor * float(np.hypot(self.error / self.factor, other.error / other.factor)))
 
+    @property
+    def likely(self) -> tuple[float, float]:
+        """The least and the largest factor that are likely: as far off as in checks on GPUs, and by the error."""
+        spread = np.hypot(self.error / self.factor, CHECKED_ERROR * np.log(self.factor))
+        return self.factor * float(np.exp(-spread)), self.factor * float(np.exp(spread))
+
     def __str__(self) -> str:
-        return f"{self.factor:.2f} ± {self.error:.2f}"
+        return f"{self.factor:.2f}x"
 
 
 @dataclass(frozen=True)
@@ -413,11 +446,11 @@ class Way:
         """A way of data parallelism, as it is estimated."""
         name = f"{name} ({estimate.recipe.text})"
         if not estimate.fits:
-            return cls(name, None, f"does not fit: {bytes_in_words(estimate.missing_bytes)} are missing")
+            return cls(name, None, f"does not fit: {estimate.needs}")
         return cls(name, estimate.samples_per_second)
 
 
-def gain_in_words(gains: Sequence[tuple[float | Speedup, Way]]) -> str:
+def gain_in_words(gains: Sequence[tuple[float, Way]]) -> str:
     """Samples a second in multiples of those of other ways: today's first, then the cheapest alternative's.
 
     >>> gain_in_words([(1.04, Way("the present configuration", 15.3)), (1.07, Way("ZeRO", 14.9))])
@@ -427,10 +460,9 @@ def gain_in_words(gains: Sequence[tuple[float | Speedup, Way]]) -> str:
     """
     found = list[str]()
     for factor, way in gains:
-        times = f"{factor:.2f}x" if isinstance(factor, float) else f"{factor}x"
         plain = "those" if found else "the samples a second"
         rate = plain if way.samples_per_second is None else f"the {way.samples_per_second:,.1f} samples/s"
-        found.append(f"{times} {rate} of {way.name}")
+        found.append(f"{factor:.2f}x {rate} of {way.name}")
     return ", ".join(found)
 
 

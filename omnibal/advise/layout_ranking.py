@@ -15,7 +15,7 @@ from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
-from omnibal.advise.estimate import Scenario
+from omnibal.advise.estimate import Scenario, doubling
 from omnibal.cluster import Cluster, Encoder, Layout
 from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.errors import ConfigError, InfeasibleError
@@ -118,7 +118,7 @@ class LayoutRanking:
         if counted[1][0].seconds == 0:  # text alone leaves an encoder's devices idle
             return
         replicas = [count for count in range(1, devices) if FACTORS % count == 0]
-        for samples, *levels in product(_doubling(LARGEST_PACK), LEVELS_TRIED, LEVELS_TRIED):
+        for samples, *levels in product(doubling(LARGEST_PACK), LEVELS_TRIED, LEVELS_TRIED):
             modules = [
                 _module_cost(name, {degree: counts[part] for degree, counts in counted.items()}, samples, level)
                 for part, (name, level) in enumerate(zip(("vision", "language"), levels, strict=True))
@@ -199,7 +199,7 @@ class LayoutRanking:
 
     def micro_batches(self, layout: Layout) -> list[int]:
         """Numbers of micro-batches of a replica in about equal ratios, up to one for each sample."""
-        return _doubling(self.scenario.samples_per_step // layout.num_replicas)
+        return doubling(self.scenario.samples_per_step // layout.num_replicas)
 
 
 def degrees_within(cluster: Cluster) -> list[int]:
@@ -217,16 +217,6 @@ def units_can_be(layout: Layout, cluster: Cluster) -> bool:
 
 def degrees_of(layout: Layout) -> tuple[int, int]:
     return layout.num_tensor if layout.encoder is None else layout.encoder.num_tensor, layout.num_tensor
-
-
-def _doubling(most: int) -> list[int]:
-    """1, 2, 4, … up to ``most``, and ``most`` itself.
-
-    >>> _doubling(6)
-    [1, 2, 4, 6]
-    """
-    powers = [2**power for power in range(max(most, 1).bit_length()) if 2**power < most]
-    return [*powers, most] if most > 0 else []
 
 
 def _module_cost(name: str, counts: Mapping[int, PartCounts], samples: int, level: Level) -> ModuleCost:

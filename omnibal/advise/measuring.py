@@ -137,7 +137,7 @@ def _measured_before(data: Sequence[Path], model: Model) -> MeasuredLengths:
     if not len(lengths):
         raise DataError(f"lengths must hold at least one sample, got none in {', '.join(map(str, data))}")
     _check_tokens(lengths, model)
-    return MeasuredLengths(lengths, f"{len(lengths):,} samples of measured lengths", is_whole=True)
+    return MeasuredLengths(lengths, f"{len(lengths):,} samples, lengths known", is_whole=True)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ HOSTS: Final[dict[Host, HostSyntax]] = {
         ),
         searched=(
             "from omnibal.integrations.transformers import balance",
-            "balance(trainer)  # before trainer.train(); for your GPUs and all samples limits may differ a little",
+            "balance(trainer)  # before trainer.train(); it searches limits again, so they may differ a little",
         ),
         stream_packs=(
             "from omnibal import PackLimits",
@@ -209,7 +209,7 @@ def lines_to_paste(
     if proposal is not None and kind in ("annotations", "lengths"):
         named = quote(data) if kind == "lengths" else f"{quote(data)} lengths --model {quote(model)}"
         lines.append(
-            f"packs of all samples: omnibal lengths {named} --limits "
+            f"optional, tries these limits on all samples: omnibal lengths {named} --limits "
             f"{proposal.limits.vision_units},{proposal.limits.llm_tokens} --num-replicas {cluster.num_devices} "
             f"--micro-batches {after.recipe.micro_batches}"
         )

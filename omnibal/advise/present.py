@@ -49,8 +49,11 @@ _FACTORY_READ: Final = (
 _ARGUMENTS_READ: Final = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "group_by_length", "train_sampling_strategy",
     "gradient_checkpointing", "activation_checkpointing", "fsdp", "model_name_or_path", "model", "optim",
-    "use_liger_kernel", "dtype", "torch_dtype", "load_in_4bit", "load_in_8bit",
+    "use_liger_kernel", "dtype", "torch_dtype", "load_in_4bit", "load_in_8bit", "attn_implementation", "attn_impl",
+    "flash_attn",
 )  # fmt: skip
+ATTENTION: Final = ("attn_implementation", "attn_impl", "flash_attn")  # of TRL, ms-swift and LLaMA-Factory
+FLASH: Final = ("flash", "fa")  # how their values begin that name flash attention, which needs no dense mask
 # axolotl's keys, none of which another trainer has.
 _AXOLOTL: Final = ("micro_batch_size", "sequence_len", "sample_packing", "base_model")
 _DEEPSPEED_READ: Final = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
@@ -119,6 +122,7 @@ class Present:
     short_states: bool | None = None  # whether DeepSpeed keeps the optimizer's numbers in 16 bits
     weight_bits: int | None = None
     fused_loss: bool | None = None  # whether Liger's kernels never have all logits
+    masks: bool | None = None  # whether padded rows are attended to under a dense mask
     said: Mapping[str, str] = field(default_factory=dict)  # what was read, key by key
     unread: Mapping[str, str] = field(default_factory=dict)  # what matters and was not read, key by key
 
@@ -252,6 +256,7 @@ def _arguments(content: Content, load: Callable[[str], Content] | None, host: Ho
     strategy = "group_by_length" if content.get("group_by_length") else content.get("train_sampling_strategy")
     # transformers loads weights as they were saved, in 16 bits; plain data parallelism then updates these themselves.
     dtype = str(content.get("dtype") or content.get("torch_dtype") or "auto")
+    attention = next((str(content[key]) for key in ATTENTION if content.get(key)), "auto")
     in_float32 = "float32" in dtype or content.get("fp16") or host != "transformers"
     batch = _count(content, "per_device_train_batch_size")
     cutoff, overlong = _limit(content) if host == "transformers" else (None, None)
@@ -269,6 +274,7 @@ def _arguments(content: Content, load: Callable[[str], Content] | None, host: Ho
         pure=None if in_float32 else True,
         weight_bits=4 if content.get("load_in_4bit") else 8 if content.get("load_in_8bit") else None,
         fused_loss=True if content.get("use_liger_kernel") else None,
+        masks=False if attention.startswith(FLASH) else None,
         said=_said(content, (*_ARGUMENTS_READ, *(LIMITS if host == "transformers" else ()))),
         unread=_unread(content, content.get("optim"), "optim"),
     )

@@ -182,6 +182,7 @@ class Question:
             offered=offered,
             cutoff=present.cutoff,
             precision=present.precision,
+            masks=present.masks is not False,
             is_whole=self.measured.is_whole,
         )
         if recipe.limits is None:

@@ -154,21 +154,50 @@ def histogram_bound(counts: IntArray) -> int:
     limit = len(counts) - 1
     if limit == 0:
         return 0
-    sizes = np.flatnonzero(counts)
-    found = counts[sizes]
-    rounded = (-(-int(found @ rounded_shares(limit, k, sizes)) // (k * limit)) for k in range(1, MOST_ROUNDINGS + 1))
-    return max(histogram_volume(counts), _martello_toth(counts), *rounded)
+    rounded = -(-rounded_totals(counts) // (np.arange(1, MOST_ROUNDINGS + 1) * limit))
+    return max(histogram_volume(counts), _martello_toth(counts), int(rounded.max()))
 
 
-def rounded_shares(limit: int, k: int, sizes: IntArray | None = None) -> npt.NDArray[np.int64]:
-    """Weight of each size, by default 0 … ``limit``, in units of 1 / (k · limit): no bin weighs more than k · limit.
+def rounded_totals(counts: IntArray, full: int = 0) -> npt.NDArray[np.int64]:
+    """Total of ``counts`` in weights of ``rounded_shares`` for each k from 1 to ``MOST_ROUNDINGS``.
+
+    Args:
+        counts: ``counts[i]`` items of size ``i``; the limit is the last one, above 0.
+        full: Weights are in units of 1 / ``full`` of a bin, rounded down; by default of 1 / (k · limit).
+    """
+    totals = np.zeros(MOST_ROUNDINGS, dtype=np.int64)
+    _add_rounded(np.asarray(counts, dtype=np.int64), full, totals)
+    return totals
+
+
+@compiled
+def _add_rounded(counts: IntArray, full: int, totals: IntArray) -> None:
+    # The shares of `rounded_shares`, without its divisions: whole · limit + rest = (k + 1) · size.
+    limit = len(counts) - 1
+    for size in range(1, len(counts)):
+        if counts[size] == 0:
+            continue
+        whole, rest = size // limit, size % limit
+        for k in range(1, len(totals) + 1):
+            rest += size
+            if rest >= limit:
+                whole, rest = whole + 1, rest - limit
+            if rest == 0:
+                share = size * full // limit if full else k * size
+            else:
+                share = whole * full // k if full else whole * limit
+            totals[k - 1] += counts[size] * share
+
+
+def rounded_shares(limit: int, k: int) -> npt.NDArray[np.int64]:
+    """Weight of each size from 0 to ``limit`` in units of 1 / (k · limit): no bin weighs more than k · limit.
 
     A share x of the limit weighs x where (k+1)x is a whole number, else ⌊(k+1)x⌋ / k.
 
     >>> (rounded_shares(12, 4)[[1, 3, 4, 5]] / (4 * 12)).tolist()
     [0.0, 0.25, 0.25, 0.5]
     """
-    sizes = np.arange(limit + 1, dtype=np.int64) if sizes is None else sizes
+    sizes = np.arange(limit + 1, dtype=np.int64)
     whole, rest = np.divmod((k + 1) * sizes, limit)
     return np.where(rest == 0, k * sizes, whole * limit)
 

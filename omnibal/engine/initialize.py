@@ -9,6 +9,7 @@ import atexit
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -113,8 +114,8 @@ def meet(backend: str, **rendezvous: Any) -> None:
         raise ConfigError(
             "processes must be started by a launcher, got no LOCAL_RANK; start them with `deepspeed` or `torchrun`"
         )
-    # On a CPU `build_shm_op` of deepspeed/comm/torch.py would compile this extension for minutes: gloo does without.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # On a CPU it would compile an extension for minutes, without which gloo carries all. Attribute access finds torch.
+    import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed.init_distributed(dist_backend=backend, verbose=False, **rendezvous)
     _set_device()
     gloo_group(dist.group.WORLD)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from omnibal.advise.changes import SAME_STEP, Advice, TriedChange, count_of
-from omnibal.advise.estimate import MODEL_ERROR, STARTING, UNSEEN, Estimate
+from omnibal.advise.estimate import MODEL_ERROR, STARTING, UNSEEN, Estimate, Speedup
 from omnibal.advise.measuring import frames_that_fit
 from omnibal.advise.memory import USUAL
 from omnibal.advise.paste import (
@@ -61,10 +61,10 @@ class Report:
         if not advice.adopted:
             return f"leave it as it is: nothing brings more than the estimate's error; {self._over_settings}"
         if advice.beyond.factor == 1:
-            return f"{BEST} (lines 0) over today: {advice.settings}x; {self._over_settings}"
+            return f"{BEST} (without packs) over today: {_likely(advice.settings)}; {self._over_settings}"
         if advice.settled is advice.today:
-            return f"omnibal over today: {advice.whole}x"
-        return f"omnibal over {BEST}: {advice.beyond}x; over today: {advice.whole}x"
+            return f"omnibal over today: {_likely(advice.whole)}"
+        return f"omnibal over {BEST}: {_likely(advice.beyond)}; over today: {_likely(advice.whole)}"
 
     @property
     def _memory(self) -> list[str]:
@@ -79,7 +79,7 @@ class Report:
         gain = self.advice.over_settings
         if gain is None:
             return "packs do not fit"
-        return f"packs bring {gain}x, " + ("leave them out" if gain.factor < 1 else "less than the estimate's error")
+        return f"packs bring {gain}, " + ("leave them out" if gain.factor < 1 else "less than the estimate's error")
 
     @property
     def _budget(self) -> float:
@@ -87,8 +87,9 @@ class Report:
 
     def lines(self) -> list[str]:
         advice, today, asked = self.advice, self.advice.today, self.question
+        guessed = " (assumed)" if asked.present.recompute is None else ""
         assumed = [
-            f"{asked.model.name}{self._trained()} on {asked.cluster}, {today.recipe.text}, "
+            f"{asked.model.name}{self._trained()} on {asked.cluster}, {today.recipe.text}{guessed}, "
             f"{today.samples_per_step:,.0f} samples a step",
             *([asked.measured.images] if asked.measured.images else []),
             self._optimizer(),
@@ -122,7 +123,7 @@ class Report:
             return own
         first, second = halves
         assert first.gain is not None and second.gain is not None, "these were estimated"
-        detail, gain = f"{first.detail}; {second.detail}", first.gain * second.gain
+        detail, gain = f"{first.detail}, {second.detail}", first.gain * second.gain
         packs = replace(second, name="packs", detail=detail, gain=gain)
         return [packs if change is second else change for change in own if change is not first]
 
@@ -179,13 +180,10 @@ class Report:
                 for change in advice.changes
             ],
             "images": asked.measured.images,
-            "over_settings": advice.over_settings and {
-                "factor": advice.over_settings.factor, "error": advice.over_settings.error,
-            },
-            "factor": advice.whole.factor,
-            "error": advice.whole.error,
-            "settings": {"factor": advice.settings.factor, "error": advice.settings.error},
-            "beyond_settings": {"factor": advice.beyond.factor, "error": advice.beyond.error},
+            "over_settings": advice.over_settings and _speedup_record(advice.over_settings),
+            **_speedup_record(advice.whole),
+            "settings": _speedup_record(advice.settings),
+            "beyond_settings": _speedup_record(advice.beyond),
             "settled": _figures(advice.settled),
             "after": _figures(advice.after),
             "would_fit": list(advice.fitting),
@@ -240,10 +238,19 @@ class Report:
             small = "slower" if change.gain.factor + change.gain.error < 1 else "within the error"
             # The drop-in makes these together, so each counts even where it brings nothing alone.
             if not change.is_setting and change.name in ("head", "packs", "no padding", "balanced packs"):
-                return f"{change.name}: {change.gain}x ({change.detail}; {small} alone, but the next lines need it)"
-            return f"{change.name}: not used, {change.gain}x is {small} ({change.detail})"
+                return f"{change.name}: {change.gain} ({change.detail}; {small} alone, but the next lines need it)"
+            return f"{change.name}: not used, {change.gain} is {small} ({change.detail})"
         instead = "; packs take its place" if change in self.advice.replaced else ""
-        return f"{change.name}: {change.gain}x ({change.detail}{instead})"
+        return f"{change.name}: {change.gain} ({change.detail}{instead})"
+
+
+def _likely(gain: Speedup) -> str:
+    """A factor and what is likely."""
+    return "{} ({:.1f} to {:.1f}x)".format(gain, *gain.likely)
+
+
+def _speedup_record(gain: Speedup) -> dict[str, Any]:
+    return {"factor": gain.factor, "error": gain.error, "likely": list(gain.likely)}
 
 
 def _figures(estimate: Estimate) -> dict[str, Any]:
@@ -271,11 +278,13 @@ def draw(report: Report, path: Path) -> None:
         )
         left_axes.set_xlabel("time of the devices for a sample, today's is 1")
         left_axes.set_title("Where the time goes", loc="left")
-        # Right: a bar for each change with its error.
+        # Right: a bar for each change with its likely range.
         places = range(len(gains) - 1, -1, -1)
         for place, (change, gain) in zip(places, gains, strict=True):
             colour = GREY if change not in advice.adopted else BLUE if change.is_setting else GREEN
-            right_axes.barh(place, gain.factor, xerr=gain.error, color=colour, error_kw={"ecolor": "black"})
+            least, most = gain.likely
+            errors = [[gain.factor - least], [most - gain.factor]]
+            right_axes.barh(place, gain.factor, xerr=errors, color=colour, error_kw={"ecolor": "black"})
         right_axes.axvline(1, color="black", linewidth=0.8)
         right_axes.set_yticks(places, [change.name for change, _ in gains])
         right_axes.set_xlabel("samples a second, before the change 1")

@@ -124,7 +124,7 @@ class LayoutReport:
     def rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         heads = (
             "", "samples\n/s", "without\noverlap", "times\ntoday", "peak\nGiB", "can\ntrain", "useful", "waits",
-            "re-\ncompute", "sends",
+            "recom-\npute", "sends",
         )  # fmt: skip
         return heads, [
             (

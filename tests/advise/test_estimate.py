@@ -5,7 +5,7 @@ import pytest
 
 from omnibal.advise.batches import Batches
 from omnibal.advise.changes import advise
-from omnibal.advise.estimate import CAUSES, STARTING, Recipe, Scenario
+from omnibal.advise.estimate import CAUSES, STARTING, Recipe, Scenario, Speedup
 from omnibal.advise.memory import LOGIT_BYTES, RankMemory
 from omnibal.advise.models import Model, adapted_profile
 from omnibal.advise.wait import bandwidth, exposed_seconds, host_seconds, phase_seconds
@@ -198,6 +198,13 @@ def test_few_samples_tell_little():
     assert three.adopted == ()
     assert min(change.gain.error for change in three.changes if change.gain) > 0.7
     assert min(change.gain.error for change in thousand.changes if change.gain) < 0.04
+
+
+def test_what_is_likely_spans_what_was_measured_and_published():
+    # tools/gpu/RESULTS.md, InternVL3-8B; tools/paper/RESULTS.md, table 2, 6+34B.
+    assert Speedup(1.57).likely[1] == pytest.approx(1.9, abs=0.01)
+    assert Speedup(2.09).likely[0] == pytest.approx(1.53, abs=0.01)
+    assert Speedup(1.0, error=0.03).likely == pytest.approx((0.97, 1.03), abs=0.001)
 
 
 def test_fewer_packs_pay_where_ranks_mostly_gather_parameters():

@@ -50,7 +50,8 @@ def test_each_host_gets_its_own_lines(advice, host, packs, settings):
     (measured,) = (number for number, line in enumerate(lines) if told in line)
     assert "; samples a step: 256 today, 250 with the" in lines[measured]
     asked = f"--limits 16,4608 --num-replicas 16 --micro-batches {count}"
-    command = f"packs of all samples: omnibal lengths train.json lengths --model models/mine {asked}"
+    tried = "optional, tries these limits on all samples: omnibal lengths train.json lengths"
+    command = f"{tried} --model models/mine {asked}"
     assert lines.index(command) == len(lines) - (1 if host else 4)
     assert host or [line.strip() for line in lines[-2:]] == [*COMPARE]
 

@@ -162,6 +162,21 @@ def test_quantized_weights_and_fused_losses_are_read():
         assert (precision.weight_bits, precision.fused_loss) == (4, True)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "masks"),
+    [
+        ({"template": "qwen2_vl", "flash_attn": "fa2"}, False),
+        ({"template": "qwen2_vl", "flash_attn": "auto"}, True),
+        ({"tuner_type": "full", "attn_impl": "flash_attention_2"}, False),
+        ({"learning_rate": 1e-5, "attn_implementation": "flash_attention_3"}, False),
+        ({"learning_rate": 1e-5, "attn_implementation": "sdpa"}, True),
+        ({"learning_rate": 1e-5}, True),
+    ],
+)
+def test_flash_attention_needs_no_mask_over_padding(arguments, masks):
+    assert asked(read_present(arguments)).scenario.masks is masks
+
+
 def test_what_matters_and_is_not_read_is_named():
     present = read_present({"learning_rate": 1, "optim": "galore_adamw", "optim_target_modules": ["mlp"]})
     assert present.unread == {"optim": "galore_adamw (counted as AdamW)", "optim_target_modules": "['mlp']"}

@@ -36,7 +36,7 @@ def lists(tmp_path):
 
 def test_it_is_asked_and_answered_in_python(lists):
     question = Question.read(lists, EIGHT, PRESENT, model=NAME)
-    assert question.measured.said == "80 samples of measured lengths"
+    assert question.measured.said == "80 samples, lengths known"
     assert (question.recipe.batch, question.recipe.micro_batches, question.scenario.samples_per_step) == (4, 8, 256)
     assert question.answer().whole.factor > 1.3
     assert question.model_path == "FOLDER"  # lengths are measured with a model's own files
@@ -97,7 +97,7 @@ def test_a_mixture_draws_from_several_lists_by_their_names(lists, tmp_path):
         return Question.read(lists, EIGHT, read_today(str(today)), model=NAME).measured
 
     found = measured({"one": 0.25, "two": 0.75})
-    assert found.said == "80 samples of measured lengths; drawn with the mixture's first shares"
+    assert found.said == "80 samples, lengths known; drawn with the mixture's first shares"
     assert (found.lengths.vision_units == 5).mean() == pytest.approx(0.75, abs=0.02)
     with pytest.raises(ConfigError, match=r"mixture must name sources of the data, got 'tow'; did you mean 'two'\?"):
         measured({"one": 1, "tow": 1})
@@ -140,7 +140,7 @@ def test_hosts_make_large_images_smaller_before_they_are_cut(tmp_path):
 def test_texts_alone_have_no_image_and_cut_samples_are_told(tmp_path):
     SampleLengths(np.zeros(10, dtype=int), np.arange(100, 1100, 100)).save(tmp_path)
     found = measure([tmp_path], read_model("Qwen2.5-VL-7B"), replace(PRESENT, cutoff=500))
-    assert found.said == "10 samples of measured lengths; 50.0% are cut at 500 tokens"
+    assert found.said == "10 samples, lengths known; 50.0% are cut at 500 tokens"
     assert found.lengths.llm_tokens.max() == 500
 
 

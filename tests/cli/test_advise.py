@@ -58,16 +58,16 @@ def test_the_answer_in_ten_lines(omnibal, tmp_path):
     lines = omnibal("advise", tmp_path / "alike", *RUN, *options).stdout.splitlines()
     # The answer comes first: against today, and packs against the trainer's own settings, which do as much here.
     assert re.match(
-        r"your best settings \(lines 0\) over today: 1\.4\d ± 0\.\d\dx; packs bring "
-        r"(0\.99|1\.0\d) ± 0\.\d\dx, (leave them out|less than the estimate's error)$",
+        r"your best settings \(without packs\) over today: 1\.4\dx \(1\.\d to 1\.\dx\); packs bring "
+        r"(0\.99|1\.0\d)x, (leave them out|less than the estimate's error)$",
         lines[0],
     )
-    way = "zero3, batch 4, accumulation 8, gradient checkpointing, 256 samples a step"
+    way = "zero3, batch 4, accumulation 8, gradient checkpointing (assumed), 256 samples a step"
     optimizer = "AdamW (assumed), 16 bytes a trained parameter"
     assert lines[1] == f"computed for InternVL3-8B on 8xA100-80GB, {way}; {optimizer}"
     memory = r"memory of the fullest GPU: [\d.]+ GiB today, [\d.]+ GiB with these settings, of 79\.2 GiB$"
     assert re.match(memory, lines.pop(2))
-    assert lines[2] == "data: 1,000 samples of measured lengths"
+    assert lines[2] == "data: 1,000 samples, lengths known"
     assert re.match(r"today: [\d.]+ samples/s; time of the GPUs: 7\d% useful, ", lines[3])
     assert lines[4].startswith("changes, each on top of the lines above it; ")
     # Parts of packs that as a whole bring nothing are not told: "balance 2.5" would look like a gain.
@@ -76,7 +76,7 @@ def test_the_answer_in_ten_lines(omnibal, tmp_path):
     ]  # fmt: skip
     assert "    target_rows(model)  # before the trainer" in lines
     assert "set: gradient_checkpointing=False" in lines
-    assert not any("balance(trainer" in line or "packs of all samples" in line for line in lines)
+    assert not any("balance(trainer" in line or "limits on all samples" in line for line in lines)
     assert (tmp_path / "advice.png").stat().st_size > 10_000
 
 
@@ -85,8 +85,8 @@ def test_the_answer_in_ten_lines(omnibal, tmp_path):
 def test_printed_factors_multiply_up_to_the_first_line(omnibal, lengths, sharding):
     cluster = ("--model", "InternVL3-2B", *RUN[2:])
     lines = omnibal("advise", lengths, *cluster, "--today", sharding, "--batch", 4).stdout.splitlines()
-    (whole,) = re.findall(r"over today:? ([\d.]+) ±", lines[0])
-    factors = [float(found[1]) for line in lines if (found := re.match(r"\d\. [\w ]+: ([\d.]+) ± ", line))]
+    (whole,) = re.findall(r"over today:? ([\d.]+)x \(", lines[0])
+    factors = [float(found[1]) for line in lines if (found := re.match(r"\d\. [\w ]+: ([\d.]+)x \(", line))]
     assert len(factors) > 2
     assert math.prod(factors) == pytest.approx(float(whole), rel=0.02)
 
@@ -97,8 +97,8 @@ def test_json_says_the_same(omnibal, lengths):
     printed = omnibal("advise", lengths, *RUN, *options).stdout.splitlines()
     assert record["headline"] in printed
     gain = record["beyond_settings"]
-    best = f"omnibal over your best settings: {gain['factor']:.2f} ± {gain['error']:.2f}x; over today: "
-    assert record["headline"] == f"{best}{record['factor']:.2f} ± {record['error']:.2f}x"
+    said = ["{:.2f}x ({:.1f} to {:.1f}x)".format(each["factor"], *each["likely"]) for each in (gain, record)]
+    assert record["headline"] == f"omnibal over your best settings: {said[0]}; over today: {said[1]}"
     assert gain == record["over_settings"]
     assert record["settings"]["factor"] * record["beyond_settings"]["factor"] == pytest.approx(
         record["factor"], rel=0.03
@@ -160,7 +160,7 @@ def test_a_stream_is_piped():
     assert "; images up to 12 tiles (the publisher's default; --max-image); " in lines[1]
     assert lines[3].startswith("data: the first 1,000 samples of a stream measured; tokens of text estimated")
     assert any("balance_stream(trainer, PackLimits(" in line and "max_steps" in line for line in lines)
-    assert not any("packs of all samples" in line for line in lines)
+    assert not any("limits on all samples" in line for line in lines)
 
 
 @pytest.mark.usefixtures("few_steps")

@@ -15,6 +15,7 @@ from omnibal.data.metrics import (
     min_packs,
     pad_ratio,
     rounded_shares,
+    rounded_totals,
     source_mix,
     step_randomness,
     volume_bound,
@@ -102,6 +103,14 @@ def test_rounded_shares_of_a_full_bin_weigh_at_most_one(limit, k):
     for total in range(1, limit + 1):
         heaviest[total] = max(heaviest[total - size] + weights[size] for size in range(1, total + 1))
     assert heaviest.max() <= k * limit
+
+
+@given(st.lists(st.integers(0, 9), min_size=2, max_size=60), st.sampled_from([0, 1 << 16]))
+def test_totals_are_those_of_rounded_shares(counts, full):
+    limit = len(counts) - 1
+    for k, total in enumerate(rounded_totals(np.array(counts), full), 1):
+        shares = rounded_shares(limit, k)
+        assert total == np.array(counts) @ (shares * full // (k * limit) if full else shares)
 
 
 @pytest.mark.parametrize(

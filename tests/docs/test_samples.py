@@ -57,23 +57,30 @@ def advised(folder, batches):
 def test_what_advise_prints(folder):
     command, printed = advised(folder, f"{BATCH}, {ACCUMULATION}")
     assert command.split("lengths ")[1] in (DOCS / "advise.md").read_text()
-    assert printed.strip() == sample_of("advise.md", "omnibal over your best settings")
+    parts = (sample_of("advise.md", first) for first in ("omnibal over your best settings", "changes, each", "paste:"))
+    assert printed.strip() == "\n".join(parts)
 
 
-ROWS, OF_README = (
-    re.findall(r"^\| (\d+, \d+) \| all, (.*?) \| (.*?) \| (.*?) \|$", path.read_text(), re.MULTILINE)
-    for path in (DOCS / "advise.md", DOCS.parent / "README.md")
+ROWS = re.findall(
+    r"^\| (\d+, \d+) \| all → (.*?) \| (.*?) \| (.*?) \|$", (DOCS / "advise.md").read_text(), re.MULTILINE
 )
 
 
 def test_the_readme_has_the_gains_of_the_page_on_advice():
-    assert OF_README == ROWS and len(ROWS) > 3
+    readme, (first, *others) = (DOCS.parent / "README.md").read_text(), ROWS
+    assert first[0] == f"{BATCH}, {ACCUMULATION}" and len(others) == 3
+    assert f"only {first[1]} do" in readme
+    said = (gain.replace(" (", "{} (likely ") for gain in first[2:])
+    assert all(gain.format(times) in readme for gain, times in zip(said, (" times**", " times"), strict=True))
+    gains = sorted(row[2].split()[0] for row in others)
+    assert f"it is {gains[0]} to {gains[-1]} times the best settings" in readme
 
 
 @pytest.mark.parametrize(("batches", "layers", "over_settings", "over_today"), ROWS)
 def test_gains_of_other_batches(folder, batches, layers, over_settings, over_today):
     _, printed = advised(folder, batches)
-    assert re.match(rf"omnibal over your best settings: {over_settings} .*; over today: {over_today} ", printed)
+    gains = (gain.replace(" (", "x (").replace(")", "x)") for gain in (over_settings, over_today))
+    assert printed.startswith("omnibal over your best settings: {}; over today: {}\n".format(*gains))
     assert f"({layers} layers recompute)" in printed
 
 

@@ -17,18 +17,23 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import memory
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.utils import groups
 from torch.distributed import distributed_c10d
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from omnibal import train
+from omnibal import PackLimits, SampleLengths, train
+from omnibal.data.epoch import arrange_epoch
+from omnibal.dispatch.divide import divide
+from omnibal.dispatch.one_cost import longest_first
 from omnibal.engine.initialize import meet
 from omnibal.processes import free_port
 from tests.families.outside import EXAMPLES
@@ -43,9 +48,9 @@ COLLECTIVES = (
 ROOT = Path(__file__).parents[2]
 PRELOADED = (
     *("tests.engine.cases", "omnibal.vlm.tiled", "omnibal.vlm.qwen_vl"),
-    *("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_ep_layer"),
+    *("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_ep_layer", "datasets"),
 )
-"""What ranks inherit: imports take seconds. DeepSpeed's engine imports the last two, and with one torch.compile."""
+"""What ranks inherit: imports take seconds. DeepSpeed's engine imports two of them, and with one torch.compile."""
 WITHOUT_GRADIENT = "an autograd kernel was not registered"
 """What torch says once in a process that runs backward through a collective's tensor."""
 RANKS_ON = os.environ.get("OMNIBAL_RANKS_ON", "cpu")
@@ -282,12 +287,22 @@ def _checked(collective, device, *, is_of_objects):
     return checked
 
 
+def run_loops():
+    """Arrange an epoch and divide samples over ranks: most tests need these loops compiled, or loaded."""
+    lengths = SampleLengths([1, 2] * 8, [9, 5] * 8)
+    for method in ("balanced", "isf"):
+        arrange_epoch(lengths, PackLimits(4, 36), num_replicas=2, method=method).packs  # noqa: B018
+    longest_first(np.array([1.0, 2.0, 3.0]), 2)
+    divide([[1.0, 5.0], [2.0, 6.0], [3.0, 7.0], [4.0, 8.0]], 2)
+
+
 def _fork_ranks():
     """Start a rank for each line of standard input, which has its group's folder and its environment; print its id."""
     if os.environ["DS_ACCELERATOR"] == "cpu":
         gc.disable()
         for name in PRELOADED:
             importlib.import_module(name)
+        run_loops()
         gc.enable()
         gc.collect()
         gc.freeze()  # ranks, which collect after each job, need not look at what they inherit
@@ -324,6 +339,7 @@ def _work(folder):
     """Run what the other end of the group's pipe asks for, until it closes."""
     bf16_optimizer.see_memory_usage = lambda *given, **options: None  # collects garbage: a second for each engine
     train.plot_training = lambda *given: None  # tests/report and tests/launch draw what a run draws at its end
+    memory.clear_device_cache = lambda garbage_collection=False: None  # of Trainers: garbage is collected below
     check_order()
     share_gloo_device()
     if os.environ["DS_ACCELERATOR"] != "cpu":

@@ -53,8 +53,8 @@ def test_compiled_blocks_train_the_same(case, tmp_path, capsys):
     assert losses == plain_losses and len(losses) == 5 + 3
     assert all(torch.equal(weights[name], plain_weights[name]) for name in plain_weights)
     assert 1 <= counters["stats"]["unique_graphs"] <= 4 and not counters["graph_break"]
-    line = "omnibal: packs attend by a product for each sample (cpu, 32 bits: no kernel for packs); the head works on "
-    assert f"{line}target rows; 2 " in told[0] and f"{line}target rows\n" in told[1]
+    line = "omnibal: attention of packs: a product for each sample (cpu, 32 bits: no kernel for packs); "
+    assert f"{line}the head works on target rows; 2 " in told[0] and f"{line}the head works on target rows\n" in told[1]
     assert "DecoderLayer compiled" in told[0] and "compiled" not in told[1]
 
 

@@ -15,7 +15,7 @@ from omnibal.cost import Load
 from omnibal.data.balance.tables import Int32Array, Int64Array
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.metrics import MOST_ROUNDINGS, rounded_shares
+from omnibal.data.metrics import rounded_shares, rounded_totals
 from omnibal.data.packing_spec import PackingSpec, Ranks
 
 FULL: Final = 1 << 16  # a pack's room for the driving load
@@ -194,12 +194,8 @@ def _weigh(sizes: IntArray, limit: int) -> Weights:
     # the largest of these bounds is taken.
     counts = np.bincount(sizes, minlength=limit + 1)
     weights = np.arange(limit + 1) * FULL // max(limit, 1)  # by volume
-    most, best = NOTABLE * float(counts @ weights), 0
-    present = np.flatnonzero(counts)  # fewer than the limit has
-    for k in range(1, MOST_ROUNDINGS + 1 if limit else 1):
-        asked = counts[present] @ (rounded_shares(limit, k, present) * FULL // (k * limit))
-        if asked > most:
-            most, best = float(asked), k
+    asked = rounded_totals(counts, FULL) if limit else np.zeros(1, dtype=np.int64)
+    best = int(asked.argmax()) + 1 if asked.max() > NOTABLE * float(counts @ weights) else 0
     if best:
         weights = rounded_shares(limit, best) * FULL // (best * limit)
     return weights.astype(np.int32), not best

@@ -69,7 +69,7 @@ class ChoosesKernels(TrainerCallback):  # type: ignore[misc]
             self._compiled = compile_blocks(model_of(self._trainer))
         if self._trainer.is_world_process_zero():
             head = "target rows" if self._all_rows is None else f"all rows ({self._all_rows})"
-            told = [f"packs attend by {self._attention()}", f"the head works on {head}"]
+            told = [f"attention of packs: {self._attention()}", f"the head works on {head}"]
             told += ["Liger's fused loss is not used"] * args.use_liger_kernel
             print("omnibal: " + "; ".join(told + [str(self._compiled)] * self._compiles))
 
@@ -84,7 +84,7 @@ class ChoosesKernels(TrainerCallback):  # type: ignore[misc]
             return f"transformers' {found!r}"
         half = self._trainer.accelerator.mixed_precision in HALF or next(model.parameters()).dtype.itemsize == 2
         if device.type == "cuda" and half:
-            return f"torch's kernel for packs, {self._flash}"
+            return f"torch's {self._flash}"
         return f"a product for each sample ({device.type}, {16 if half else 32} bits: no kernel for packs)"
 
 
