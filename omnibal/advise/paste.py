@@ -60,7 +60,7 @@ HOSTS: Final[dict[Host, HostSyntax]] = {
         ),
         searched=(
             "from omnibal.integrations.transformers import balance",
-            "balance(trainer)  # before trainer.train(); it searches limits again, so they may differ a little",
+            "balance(trainer)  # before trainer.train(); it finds limits of packs by itself",
         ),
         stream_packs=(
             "from omnibal import PackLimits",
@@ -213,7 +213,7 @@ def lines_to_paste(
             f"{proposal.limits.vision_units},{proposal.limits.llm_tokens} --num-replicas {cluster.num_devices} "
             f"--micro-batches {after.recipe.micro_batches}"
         )
-    told = f"measure it; samples a step: {today.samples_per_step:,.0f} today, {per_step:,.0f} with these lines:"
+    told = f"measure it ({today.samples_per_step:,.0f} samples a step today, {per_step:,.0f} with packs):"
     return [*lines, told, *(f"    {line}" for line in COMPARE)] if by_compare else lines
 
 

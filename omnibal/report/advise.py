@@ -222,7 +222,7 @@ class Report:
         per_pack = proposal.samples_per_step / (packs * asked.cluster.num_devices)
         larger = proposal.oversized
         share = f"{larger:.1%}" if larger >= 0.001 else "less than 0.1%"
-        fit = f"{share} of the samples are larger and have packs of their own" if larger else "every sample fits"
+        fit = f"{share} of the samples exceed these limits, each gets its own pack" if larger else "every sample fits"
         frames = frames_that_fit(asked.model, asked.measured, limits) if asked.measured.videos else ""
         return (
             f"limits: packs of at most {limits.vision_units:,} {asked.model.units} and {limits.llm_tokens:,} LLM "

@@ -69,11 +69,11 @@ ROWS = re.findall(
 def test_the_readme_has_the_gains_of_the_page_on_advice():
     readme, (first, *others) = (DOCS.parent / "README.md").read_text(), ROWS
     assert first[0] == f"{BATCH}, {ACCUMULATION}" and len(others) == 3
-    assert f"only {first[1]} do" in readme
-    said = (gain.replace(" (", "{} (likely ") for gain in first[2:])
-    assert all(gain.format(times) in readme for gain, times in zip(said, (" times**", " times"), strict=True))
-    gains = sorted(row[2].split()[0] for row in others)
-    assert f"it is {gains[0]} to {gains[-1]} times the best settings" in readme
+    assert f"only {first[1]} (ViT and LLM) recompute" in readme
+    said = [gain.replace(" (", f"{bold} (likely ") for gain, bold in zip(first[2:], ("**", ""), strict=True)]
+    assert f"| batch {BATCH}, accumulation {ACCUMULATION} | **{said[0]} | {said[1]} |" in readme
+    least, most = (tuple(found(row[column].split()[0] for row in others) for column in (2, 3)) for found in (min, max))
+    assert f"#other-batches) | {least[0]} to {most[0]} | {least[1]} to {most[1]} |" in readme
 
 
 @pytest.mark.parametrize(("batches", "layers", "over_settings", "over_today"), ROWS)

@@ -48,9 +48,12 @@ COLLECTIVES = (
 ROOT = Path(__file__).parents[2]
 PRELOADED = (
     *("tests.engine.cases", "omnibal.vlm.tiled", "omnibal.vlm.qwen_vl"),
-    *("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_ep_layer", "datasets"),
+    *("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_ep_layer"),
 )
-"""What ranks inherit: imports take seconds. DeepSpeed's engine imports two of them, and with one torch.compile."""
+"""What ranks inherit: imports take seconds. DeepSpeed's engine imports the last two, and with one torch.compile.
+
+None of it may start a thread, as ``datasets`` does: ranks would then begin as new processes.
+"""
 WITHOUT_GRADIENT = "an autograd kernel was not registered"
 """What torch says once in a process that runs backward through a collective's tensor."""
 RANKS_ON = os.environ.get("OMNIBAL_RANKS_ON", "cpu")
