@@ -209,7 +209,7 @@ def lines_to_paste(
     if proposal is not None and kind in ("annotations", "lengths"):
         named = quote(data) if kind == "lengths" else f"{quote(data)} lengths --model {quote(model)}"
         lines.append(
-            f"optional, tries these limits on all samples: omnibal lengths {named} --limits "
+            f"optional, plans packs of all samples: omnibal lengths {named} --limits "
             f"{proposal.limits.vision_units},{proposal.limits.llm_tokens} --num-replicas {cluster.num_devices} "
             f"--micro-batches {after.recipe.micro_batches}"
         )

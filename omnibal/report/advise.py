@@ -44,6 +44,7 @@ CAUSE_COLOURS: Final = (GREEN, GREY, VERMILION, ORANGE, PINK, BLUE, "black", SKY
 LEAST_SHARE: Final = 0.005
 SAME_LAYOUT: Final = 0.03  # share by which layouts may differ and still count as equally fast
 BEST: Final = "your best settings"
+PRINTED: Final = {"recompute": "less recomputation", "sharding": "lower ZeRO stage"}  # what a change does, by its name
 
 
 @dataclass(frozen=True)
@@ -226,22 +227,23 @@ class Report:
         frames = frames_that_fit(asked.model, asked.measured, limits) if asked.measured.videos else ""
         return (
             f"limits: packs of at most {limits.vision_units:,} {asked.model.units} and {limits.llm_tokens:,} LLM "
-            f"tokens, {per_pack:.1f} samples each; {count_of(packs, 'pack')} per rank and step: "
+            f"tokens, {per_pack:.1f} samples each on average; {count_of(packs, 'pack')} per rank and step: "
             f"{proposal.samples_per_step:,.0f} samples a step ({today:,.0f} today{why}); {fit}"
             + (f"; {frames}" if frames else "")
         )
 
     def _said(self, change: TriedChange) -> str:
+        name = PRINTED.get(change.name, change.name)
         if change.gain is None:
-            return f"{change.name}: not used, {change.detail}"
+            return f"{name}: not used, {change.detail}"
         if not change.brings:
             small = "slower" if change.gain.factor + change.gain.error < 1 else "within the error"
             # The drop-in makes these together, so each counts even where it brings nothing alone.
             if not change.is_setting and change.name in ("head", "packs", "no padding", "balanced packs"):
-                return f"{change.name}: {change.gain} ({change.detail}; {small} alone, but the next lines need it)"
-            return f"{change.name}: not used, {change.gain} is {small} ({change.detail})"
+                return f"{name}: {change.gain} ({change.detail}; {small} alone, but the next lines need it)"
+            return f"{name}: not used, {change.gain} is {small} ({change.detail})"
         instead = "; packs take its place" if change in self.advice.replaced else ""
-        return f"{change.name}: {change.gain} ({change.detail}{instead})"
+        return f"{name}: {change.gain} ({change.detail}{instead})"
 
 
 def _likely(gain: Speedup) -> str:

@@ -52,7 +52,7 @@ def test_each_host_gets_its_own_lines(advice, host, packs, settings):
         measured
     ]
     asked = f"--limits 16,4608 --num-replicas 16 --micro-batches {count}"
-    tried = "optional, tries these limits on all samples: omnibal lengths train.json lengths"
+    tried = "optional, plans packs of all samples: omnibal lengths train.json lengths"
     command = f"{tried} --model models/mine {asked}"
     assert lines.index(command) == len(lines) - (1 if host else 4)
     assert host or [line.strip() for line in lines[-2:]] == [*COMPARE]

@@ -72,11 +72,11 @@ def test_the_answer_in_ten_lines(omnibal, tmp_path):
     assert lines[4].startswith("changes, each on top of the lines above it; ")
     # Parts of packs that as a whole bring nothing are not told: "balance 2.5" would look like a gain.
     assert [line.split(":")[0] for line in lines[5:11]] == [
-        "0. head", "0. group_by_length", "0. batch_rebalance", "0. recompute", "0. sharding", "paste",
+        "0. head", "0. group_by_length", "0. batch_rebalance", "0. less recomputation", "0. lower ZeRO stage", "paste",
     ]  # fmt: skip
     assert "    target_rows(model)  # before the trainer" in lines
     assert "set: gradient_checkpointing=False" in lines
-    assert not any("balance(trainer" in line or "limits on all samples" in line for line in lines)
+    assert not any("balance(trainer" in line or "packs of all samples" in line for line in lines)
     assert (tmp_path / "advice.png").stat().st_size > 10_000
 
 
@@ -160,7 +160,7 @@ def test_a_stream_is_piped():
     assert "; images up to 12 tiles (the publisher's default; --max-image); " in lines[1]
     assert lines[3].startswith("data: the first 1,000 samples of a stream measured; tokens of text estimated")
     assert any("balance_stream(trainer, PackLimits(" in line and "max_steps" in line for line in lines)
-    assert not any("limits on all samples" in line for line in lines)
+    assert not any("packs of all samples" in line for line in lines)
 
 
 @pytest.mark.usefixtures("few_steps")

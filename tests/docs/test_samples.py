@@ -59,6 +59,7 @@ def test_what_advise_prints(folder):
     assert command.split("lengths ")[1] in (DOCS / "advise.md").read_text()
     parts = (sample_of("advise.md", first) for first in ("omnibal over your best settings", "changes, each", "paste:"))
     assert printed.strip() == "\n".join(parts)
+    assert f"    {printed.splitlines()[0]}\n    …\n" in (DOCS.parent / "README.md").read_text()
 
 
 ROWS = re.findall(
@@ -69,7 +70,7 @@ ROWS = re.findall(
 def test_the_readme_has_the_gains_of_the_page_on_advice():
     readme, (first, *others) = (DOCS.parent / "README.md").read_text(), ROWS
     assert first[0] == f"{BATCH}, {ACCUMULATION}" and len(others) == 3
-    assert f"only {first[1]} (ViT and LLM) recompute" in readme
+    assert f"(only {first[1]} layers of ViT and LLM recompute)" in readme
     said = [gain.replace(" (", f"{bold} (likely ") for gain, bold in zip(first[2:], ("**", ""), strict=True)]
     assert f"| batch {BATCH}, accumulation {ACCUMULATION} | **{said[0]} | {said[1]} |" in readme
     least, most = (tuple(found(row[column].split()[0] for row in others) for column in (2, 3)) for found in (min, max))
