@@ -288,7 +288,7 @@ def _recompute(current: Estimate) -> TriedChange | None:
     scenario, recipe = current.scenario, replace(current.recipe, recompute="none")
     found, is_even = scenario.estimate(recipe), recipe.batching == "even"
     if not found.fits and is_even:
-        found = _fastest_packs(scenario, recipe) or found
+        found = _fastest_packs(scenario, recipe, range(recipe.micro_batches + 1, MOST)) or found
     elif not found.fits and recipe.limits is None:
         found = _fastest(scenario, _batch_sizes(recipe), recipe) or found
     return _change("recompute", f"gradient checkpointing off{_told_batches(found, recipe)}", current, found)
@@ -336,10 +336,9 @@ def _alone_brings(settled: Estimate, packs: Estimate | None, present: Estimate) 
 
 
 def _other_packs(current: Estimate, recipe: Recipe) -> TriedChange | None:
-    """Packs of 1, 2, 4, ... samples where they are faster than those at hand; None where these are the fastest."""
-    found = _fastest_packs(
-        current.scenario, replace(recipe, recompute="none" if current.recipe.recompute == "none" else "full")
-    )
+    """Fewer packs of a rank's step where they are faster than those at hand; None where these are the fastest."""
+    alike = replace(recipe, recompute="none" if current.recipe.recompute == "none" else "full")
+    found = _fastest_packs(current.scenario, alike, range(current.recipe.micro_batches))
     if found is None or found.recipe.limits == current.recipe.limits:
         return None
     detail = f"{count_of(found.recipe.micro_batches, 'pack')} per rank and step"
@@ -348,10 +347,14 @@ def _other_packs(current: Estimate, recipe: Recipe) -> TriedChange | None:
     return _change("number of packs", detail, current, found)
 
 
-def _fastest_packs(scenario: Scenario, recipe: Recipe) -> Estimate | None:
-    """Even packs of as many samples as a batch, or 1, 2, 4, ... of a rank's step: the fastest that fit, if any do."""
-    counts, wanted = doubling(scenario.samples_per_step // scenario.cluster.num_devices), scenario.samples_per_step
-    others = (scenario.in_packs(recipe, count) for count in counts)
+def _fastest_packs(scenario: Scenario, recipe: Recipe, counts: range) -> Estimate | None:
+    """Even packs of as many samples as a batch, or 1, 2, 4, ... of a rank's step: the fastest that fit, if any do.
+
+    Args:
+        counts: Numbers of packs of a rank's step that are tried, as far as they are in the row.
+    """
+    row, wanted = doubling(scenario.samples_per_step // scenario.cluster.num_devices), scenario.samples_per_step
+    others = (scenario.in_packs(recipe, count) for count in row if count in counts)
     # Samples that hardly combine make steps of other sizes.
     alike = (each for each in others if abs(scenario.estimate(each).samples_per_step / wanted - 1) <= KEPT)
     recipes = [scenario.packed(recipe), *alike]
