@@ -351,7 +351,7 @@ def _fastest_packs(scenario: Scenario, recipe: Recipe, counts: range) -> Estimat
     """Even packs of as many samples as a batch, or 1, 2, 4, ... of a rank's step: the fastest that fit, if any do.
 
     Args:
-        counts: Numbers of packs of a rank's step that are tried, as far as they are in the row.
+        counts: Of 1, 2, 4, ... packs of a rank's step, those within are tried.
     """
     row, wanted = doubling(scenario.samples_per_step // scenario.cluster.num_devices), scenario.samples_per_step
     others = (scenario.in_packs(recipe, count) for count in row if count in counts)

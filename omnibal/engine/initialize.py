@@ -114,7 +114,7 @@ def meet(backend: str, **rendezvous: Any) -> None:
         raise ConfigError(
             "processes must be started by a launcher, got no LOCAL_RANK; start them with `deepspeed` or `torchrun`"
         )
-    # On a CPU it would compile an extension for minutes, without which gloo carries all. Attribute access finds torch.
+    # On a CPU it would compile an extension for minutes; gloo does without. As an attribute the module is torch itself.
     import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed.init_distributed(dist_backend=backend, verbose=False, **rendezvous)
     _set_device()
