@@ -112,11 +112,11 @@ class Report:
         found.append(f"today: {today.samples_per_second:,.1f} samples/s; time of the GPUs: {shares}")
         found.append("changes, each on top of the lines above it; 0: without packs; 1, 2, ...: omnibal's packs")
         found += [f"0. {self._said(change)}" for change in advice.changes if change.is_setting]
-        found += [f"{number}. {self._said(change)}" for number, change in enumerate(self._of_packs, start=1)]
+        found += [f"{number}. {self._said(change)}" for number, change in enumerate(self.of_packs, start=1)]
         return found + ([self._limits(self.proposal)] if self.proposal is not None else [])
 
     @property
-    def _of_packs(self) -> list[TriedChange]:
+    def of_packs(self) -> list[TriedChange]:
         """What packs bring, where they do as a whole: samples without padding and even packs are one change."""
         own = [change for change in self.advice.changes if not change.is_setting and self.advice.takes_packs]
         halves = [change for change in own if change.name in ("no padding", "balanced packs") and change.gain]
@@ -270,7 +270,8 @@ def _figures(estimate: Estimate) -> dict[str, Any]:
 def draw(report: Report, path: Path) -> None:
     advice = report.advice
     rows = ["today", "settings alone", "with omnibal"] if advice.takes_packs else ["today", "settings alone"]
-    gains = [(change, change.gain) for change in advice.changes if change.gain is not None]
+    settings = [change for change in advice.changes if change.is_setting]
+    gains = [(change, change.gain) for change in [*settings, *report.of_packs] if change.gain is not None]
     with drawing(path, 9.6, 3.0) as figure:
         left_axes, right_axes = figure.subplots(1, 2, width_ratios=(3, 2))
         # Left: a bar for each row, with a part for each cause.
@@ -283,12 +284,12 @@ def draw(report: Report, path: Path) -> None:
         # Right: a bar for each change with its likely range.
         places = range(len(gains) - 1, -1, -1)
         for place, (change, gain) in zip(places, gains, strict=True):
-            colour = GREY if change not in advice.adopted else BLUE if change.is_setting else GREEN
+            colour = GREY if not change.brings else BLUE if change.is_setting else GREEN
             least, most = gain.likely
             errors = [[gain.factor - least], [most - gain.factor]]
             right_axes.barh(place, gain.factor, xerr=errors, color=colour, error_kw={"ecolor": "black"})
         right_axes.axvline(1, color="black", linewidth=0.8)
-        right_axes.set_yticks(places, [change.name for change, _ in gains])
+        right_axes.set_yticks(places, [PRINTED.get(change.name, change.name) for change, _ in gains])
         right_axes.set_xlabel("samples a second, before the change 1")
         right_axes.set_title("What each change brings", loc="left")
         legend_below(figure, left_axes)
