@@ -288,7 +288,8 @@ def _recompute(current: Estimate) -> TriedChange | None:
     scenario, recipe = current.scenario, replace(current.recipe, recompute="none")
     found, is_even = scenario.estimate(recipe), recipe.batching == "even"
     if not found.fits and is_even:
-        found = _fastest_packs(scenario, recipe, range(recipe.micro_batches + 1, MOST)) or found
+        more = [count for count in _numbers_of_packs(scenario) if count > recipe.micro_batches]
+        found = _fastest_packs(scenario, recipe, more) or found
     elif not found.fits and recipe.limits is None:
         found = _fastest(scenario, _batch_sizes(recipe), recipe) or found
     return _change("recompute", f"gradient checkpointing off{_told_batches(found, recipe)}", current, found)
@@ -338,7 +339,8 @@ def _alone_brings(settled: Estimate, packs: Estimate | None, present: Estimate) 
 def _other_packs(current: Estimate, recipe: Recipe) -> TriedChange | None:
     """Fewer packs of a rank's step where they are faster than those at hand; None where these are the fastest."""
     alike = replace(recipe, recompute="none" if current.recipe.recompute == "none" else "full")
-    found = _fastest_packs(current.scenario, alike, range(current.recipe.micro_batches))
+    fewer = [count for count in _numbers_of_packs(current.scenario) if count < current.recipe.micro_batches]
+    found = _fastest_packs(current.scenario, alike, fewer)
     if found is None or found.recipe.limits == current.recipe.limits:
         return None
     detail = f"{count_of(found.recipe.micro_batches, 'pack')} per rank and step"
@@ -347,15 +349,15 @@ def _other_packs(current: Estimate, recipe: Recipe) -> TriedChange | None:
     return _change("number of packs", detail, current, found)
 
 
-def _fastest_packs(scenario: Scenario, recipe: Recipe, counts: range) -> Estimate | None:
-    """Even packs of as many samples as a batch, or 1, 2, 4, ... of a rank's step: the fastest that fit, if any do.
+def _numbers_of_packs(scenario: Scenario) -> list[int]:
+    """Packs of a rank's step that may be tried: 1, 2, 4, ... and one for each sample."""
+    return doubling(scenario.samples_per_step // scenario.cluster.num_devices)
 
-    Args:
-        counts: Of 1, 2, 4, ... packs of a rank's step, those within are tried.
-    """
-    row, wanted = doubling(scenario.samples_per_step // scenario.cluster.num_devices), scenario.samples_per_step
-    others = (scenario.in_packs(recipe, count) for count in row if count in counts)
-    # Samples that hardly combine make steps of other sizes.
+
+def _fastest_packs(scenario: Scenario, recipe: Recipe, counts: list[int]) -> Estimate | None:
+    """The packs of ``balance``, or as many of a rank's step as ``counts`` say: the fastest that fit, if any do."""
+    others, wanted = (scenario.in_packs(recipe, count) for count in counts), scenario.samples_per_step
+    # Where samples hardly combine, no limits make so many packs hold just the samples of a step.
     alike = (each for each in others if abs(scenario.estimate(each).samples_per_step / wanted - 1) <= KEPT)
     recipes = [scenario.packed(recipe), *alike]
     if scenario.fills and recipe.recompute == "full":

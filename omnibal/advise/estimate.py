@@ -39,8 +39,9 @@ LEAST_SAMPLES, LEAST_STEPS, MOST_SAMPLES = 4096, 16, 65_536
 LEAST_SEARCHED: Final = 32  # steps at least of the samples that limits are searched for: one step more is 3 %
 # Share of an estimated factor that it may be off by beside chance; tools/advise/RESULTS.md has what was measured.
 MODEL_ERROR: Final = 0.03
-# Share of a gain's logarithm that checks on GPUs found it off by, either way: 1.57 computed and 1.9 measured on one
-# H200, 2.09 computed and 1.53 published by OmniBal's authors. Sources: tools/gpu/RESULTS.md, tools/paper/RESULTS.md.
+# Share of a gain's logarithm that it was off by on GPUs whose costs were not fitted, either way: 1.57 computed and 1.9
+# measured on one H200, before costs were fitted to it; 2.09 computed and 1.53 published by OmniBal's authors. Sources:
+# tools/gpu/RESULTS.md, tools/paper/RESULTS.md.
 CHECKED_ERROR: Final = 0.42
 DEVIATIONS: Final = 2  # standard deviations of chance that an error spans: 19 of 20 estimates lie within
 # Over the number of samples: the share of the data that may be unlike all of them, in 19 of 20 cases. Source: the rule

@@ -53,7 +53,7 @@ _ARGUMENTS_READ: Final = (
     "flash_attn",
 )  # fmt: skip
 ATTENTION: Final = ("attn_implementation", "attn_impl", "flash_attn")  # of TRL, ms-swift and LLaMA-Factory
-FLASH: Final = ("flash", "fa")  # how their values begin that name flash attention, which needs no dense mask
+FLASH: Final = ("fa2", "fa3")  # LLaMA-Factory's names of flash attention; others have "flash" in theirs
 # axolotl's keys, none of which another trainer has.
 _AXOLOTL: Final = ("micro_batch_size", "sequence_len", "sample_packing", "base_model")
 _DEEPSPEED_READ: Final = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
@@ -274,7 +274,7 @@ def _arguments(content: Content, load: Callable[[str], Content] | None, host: Ho
         pure=None if in_float32 else True,
         weight_bits=4 if content.get("load_in_4bit") else 8 if content.get("load_in_8bit") else None,
         fused_loss=True if content.get("use_liger_kernel") else None,
-        masks=False if attention.startswith(FLASH) else None,
+        masks=False if "flash" in attention or attention in FLASH else None,
         said=_said(content, (*_ARGUMENTS_READ, *(LIMITS if host == "transformers" else ()))),
         unread=_unread(content, content.get("optim"), "optim"),
     )

@@ -48,9 +48,8 @@ def test_each_host_gets_its_own_lines(advice, host, packs, settings):
     assert f"set: {settings.format(count)}" in "\n".join(lines)
     told = "30 steps without and with these lines" if host else "measure it"
     (measured,) = (number for number, line in enumerate(lines) if told in line)
-    assert ("; samples a step: 256 today, 250 with the" if host else "(256 samples a step today, 250 ") in lines[
-        measured
-    ]
+    told = "; samples a step: 256 today, 250 with the" if host else "(256 samples a step today, 250 with packs)"
+    assert told in lines[measured]
     asked = f"--limits 16,4608 --num-replicas 16 --micro-batches {count}"
     tried = "optional, plans packs of all samples: omnibal lengths train.json lengths"
     command = f"{tried} --model models/mine {asked}"

@@ -169,7 +169,9 @@ def test_quantized_weights_and_fused_losses_are_read():
         ({"template": "qwen2_vl", "flash_attn": "auto"}, True),
         ({"tuner_type": "full", "attn_impl": "flash_attention_2"}, False),
         ({"learning_rate": 1e-5, "attn_implementation": "flash_attention_3"}, False),
+        ({"learning_rate": 1e-5, "attn_implementation": "kernels-community/flash-attn3"}, False),
         ({"learning_rate": 1e-5, "attn_implementation": "sdpa"}, True),
+        ({"template": "qwen2_vl", "flash_attn": "false"}, True),
         ({"learning_rate": 1e-5}, True),
     ],
 )

@@ -342,7 +342,8 @@ def _work(folder):
     """Run what the other end of the group's pipe asks for, until it closes."""
     bf16_optimizer.see_memory_usage = lambda *given, **options: None  # collects garbage: a second for each engine
     train.plot_training = lambda *given: None  # tests/report and tests/launch draw what a run draws at its end
-    memory.clear_device_cache = lambda garbage_collection=False: None  # of Trainers: garbage is collected below
+    if os.environ["DS_ACCELERATOR"] == "cpu":
+        memory.clear_device_cache = lambda garbage_collection=False: None  # of Trainers: garbage is collected below
     check_order()
     share_gloo_device()
     if os.environ["DS_ACCELERATOR"] != "cpu":
